@@ -173,6 +173,38 @@ def in_slots(target, proposer, temperature=0, turns=(None,), **options):
     return done
 
 
+@jax.jit
+def logits_of(target, tokens):
+    """Logits of whole sequences, from scratch."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    memory = target.init_memory(tokens.shape[0], *tokens.shape)
+    return run(target, ModelInput(tokens, positions, num_tokens=count), memory)[0].logits
+
+
+def assert_greedy(target, prompts, outputs, num_tokens):
+    """Compare outputs with the target's most likely tokens, which one call gives: plain decoding compiles more."""
+    tokens = np.zeros((len(prompts), SIZE), np.int32)
+    for row, prompt, output in zip(tokens, prompts, outputs, strict=True):
+        row[: len(prompt) + len(output)] = [*prompt, *output]
+    likely = np.asarray(logits_of(target, tokens)).argmax(axis=2)
+    for row, prompt, output, number in zip(likely, prompts, outputs, num_tokens, strict=True):
+        assert len(output) == number
+        assert row[len(prompt) - 1 :][:number].tolist() == output
+
+
+def assert_greedy_rows(target, rows):
+    """Compare the rows that `generate` gives at temperature 0 with the target's most likely tokens."""
+    pairs = [(row[:length], row[length:]) for row, length in zip(rows, LENGTHS, strict=True)]
+    assert_greedy(target, *zip(*pairs, strict=True), [SIZE - length for length in LENGTHS])
+
+
+def assert_greedy_requests(target, found):
+    """Compare the tokens that `in_slots` gives at temperature 0 with the target's most likely ones."""
+    prompts = requests()
+    assert_greedy(target, prompts, [found[i] for i in range(len(prompts))], [14] * len(prompts))
+
+
 # A transcription of decoder layers in NumPy, one sequence at a time, with the names of tensors in checkpoints.
 HEADS, KV_HEADS, HEAD_SIZE, THETA, EPSILON = 4, 2, 8, 500.0, 1e-5
 FIELDS = {  # of config.json

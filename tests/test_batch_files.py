@@ -13,6 +13,7 @@ import pytest
 from test_llm import SENTENCE, chain_tensors, write_checkpoint
 from test_llm import make_tokenizer as make_llm_tokenizer
 from test_protocol import figures
+from test_server import PROGRAMS_WHEN_USED
 from test_tokenizer import make_tokenizer
 
 from specjax.cli import main
@@ -278,7 +279,7 @@ class TestCommand:
         body = {"prompt": SENTENCE[0], "max_tokens": 24, "temperature": 2.0, "ignore_eos": True}
         write([line(i, body | {"seed": i % 5}) for i in range(100)])
         options = ["--model", model, "--max-length", "64", "--num-slots", "2"]
-        command = [sys.executable, "-m", "specjax", "batch", str(requests), "--out", str(results), *options]
+        command = [sys.executable, *PROGRAMS_WHEN_USED, "batch", str(requests), "--out", str(results), *options]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
             deadline = time.monotonic() + 300
             while not (results.exists() and results.read_bytes().count(b"\n") >= 10):

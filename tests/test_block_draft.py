@@ -277,12 +277,12 @@ def test_confidences_change_the_number_of_drafts():
 
 @pytest.mark.slow
 def test_greedy_is_plain(tmp_path, targets):
+    """In a dense cache; slots have pages."""
     target = targets["dspark"]
     write(tmp_path, "dspark")
-    plain, _ = heads.generate(target, None, temperature=0)
     proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
-    for in_pages in (False, True):
-        assert heads.generate(target, proposer, in_pages=in_pages, temperature=0)[0] == plain
+    rows, _ = heads.generate(target, proposer, temperature=0)
+    heads.assert_greedy_rows(target, rows)
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_slots(tmp_path, targets):
     target = targets["dspark"]
     write(tmp_path, "dspark")
     proposer = proposers.load(tmp_path, target, num_draft_tokens=3)
-    assert heads.in_slots(target, proposer) == heads.in_slots(target, None)
+    heads.assert_greedy_requests(target, heads.in_slots(target, proposer))
 
 
 def test_the_base_of_the_rotation_can_be_replaced(tmp_path, targets):

@@ -242,15 +242,13 @@ def test_waits_of_a_device(script):
 def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_path):
     """With a model of a few weights; the part of a GPU alone is left out by itself."""
     bench = script("bench_engine")
-    monkeypatch.setitem(
-        SIZES, "server", {"gpu": SIZES["server"]["cpu"], "cpu": SIZES["server"]["cpu"]}
-    )  # prompts are short
+    monkeypatch.setitem(SIZES, "server", {"gpu": SIZES["server"]["cpu"], "cpu": SIZES["server"]["cpu"]})
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_size": 8, "mlp_size": 32}
     config = DecoderConfig(vocab_size=4096, max_length=1024, **sizes)
     monkeypatch.setattr(bench, "load_models", lambda _: [decoder_model(config, init_params(config, i)) for i in (0, 1)])
     # Sizes are such that all engines have the same programs.
     setting = bench.Setting(
-        2, 2, (1, 2), (4, 12), (8, 244), ((2, 2, None),), (8, 248), 192, 6, auto=((2, 0.5),), auto_lengths=(8, 248)
+        1, 2, (1, 2), (4, 100), (8, 60), ((2, 1, None),), (100, 60), 96, 3, auto=((2, 0.5),), auto_lengths=(100, 60)
     )
     monkeypatch.setitem(bench.SETTINGS, "embedded", setting)
     monkeypatch.setattr(bench, "POLL", 0.002)
@@ -264,5 +262,5 @@ def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_
     parts = ["loads"] * 3 + ["sizes", "full", "static", "auto", "entering", "shared", *of_gpus]
     assert [row["part"] for row in rows] == parts
     assert not any(row["pages_used"] for row in rows)
-    assert rows[parts.index("shared")]["num_cached_tokens"] == 128
-    assert "| closed loop, 2 | 6 |" in capsys.readouterr().out
+    assert rows[parts.index("shared")]["num_cached_tokens"] == 64
+    assert "| closed loop, 2 | 3 |" in capsys.readouterr().out

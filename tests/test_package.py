@@ -55,6 +55,15 @@ def test_kernels_know_nothing_of_specjax():
     assert python(f"import sys, {modules}; print('specjax' in sys.modules)") == "False"
 
 
+# Builds a distribution as `python -m hatchling` does, with nothing compressed: compressing takes most of the time.
+BUILD = """
+import runpy, zlib
+compressobj = zlib.compressobj
+zlib.compressobj = lambda level=-1, *args, **options: compressobj(0, *args, **options)
+runpy.run_module("hatchling", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """Build a distribution, "wheel" or "sdist"; gives its path."""
@@ -62,7 +71,7 @@ def build(tmp_path_factory):
 
     def build(kind: str) -> Path:
         out = tmp_path_factory.mktemp(kind)
-        command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)]
+        command = [sys.executable, "-c", BUILD, "build", "-t", kind, "-d", str(out)]
         done = subprocess.run(command, capture_output=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         (path,) = (path for path in out.iterdir() if path.is_file())

@@ -165,7 +165,7 @@ LISTED = {"num_logprobs": 2, "prompt_logprobs": True, "rows": np.array([0, 1, 1,
 def models_and_requests(**last):
     """A target, a drafter, and requests with parameters of every kind; among them grammars, which all rows share."""
     params = [*PARAMS, SamplingParams(max_tokens=8, guided_decoding=GRAMMAR, **last)]
-    return decoder(), proposers.draft_model(decoder(1, num_layers=1), 3), verifiers.block, params
+    return decoder(num_layers=1), proposers.draft_model(decoder(1, num_layers=1), 3), verifiers.block, params
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_tokens_where_devices_share_the_rows(one_device, rows, parts):
 @pytest.mark.parametrize(
     "verifier, changes",
     [
-        (verifiers.match, {"num_draft_tokens": 3, "tree": 8, "coupled": True}),
+        (verifiers.match, {"num_draft_tokens": 2, "tree": 5, "coupled": True}),
         (verifiers.block, {"num_draft_tokens": 2, "tree": 5}),
     ],
 )
@@ -249,7 +249,7 @@ def test_slots_where_devices_share_the_rows():
 def in_an_engine(model, proposer):
     """The tokens that an engine gives some requests, by programs that are compiled once, as they are of one use."""
     capacities = Capacities(stop_tokens=2, biases=2, allowed_tokens=0, bad_words=0, logprobs=2)
-    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "prompt_sizes": [4]}
+    sizes = {"num_slots": 4, "max_length": 48, "page_size": 4, "chunk_size": 8, "prompt_sizes": [], "step_sizes": []}
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 2000, size).tolist() for size in (3, 17, 9, 24, 11)]
     requests = [

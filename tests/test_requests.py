@@ -125,8 +125,11 @@ class TestLogProbs:
         assert len(llm.generate([[5] * 500], params)[0].prompt_logprobs) == 20
 
 
+LISTED = 5  # log-probabilities of a token, as many as in `MIX`, so that the tests share their programs
+
+
 def sampled(**options):
-    return SamplingParams(**dict(temperature=0.9, max_tokens=24, seed=3, logprobs=0) | options)
+    return SamplingParams(**dict(temperature=0.9, max_tokens=24, seed=3, logprobs=LISTED) | options)
 
 
 def score(completion):
@@ -191,7 +194,7 @@ class TestSamples:
         for completion in result.completions:
             assert len(completion.logprobs) == len(completion.token_ids)
             distribution = expected_log_probs(llm, ids, completion.token_ids, sampled())[len(ids) - 1 :]
-            check_listed(completion.logprobs, distribution, completion.token_ids, 0)
+            check_listed(completion.logprobs, distribution, completion.token_ids, LISTED)
             assert any(c.token_ids[: len(completion.token_ids)] == completion.token_ids for c in whole.completions)
 
     def test_a_stream_has_one(self, llm):
@@ -205,7 +208,10 @@ class TestPrompts:
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, 256, rng.integers(1, 40), np.uint8).tobytes() for _ in range(64)]
         prompts = [p.decode("latin-1") if i % 2 else p.decode("utf-8", "replace") for i, p in enumerate(prompts)]
-        results = llm.generate(prompts, SamplingParams(temperature=1, max_tokens=9, stop="\ufffd\ufffd"))
+        few = copy.copy(llm)
+        few.setup = replace(llm.setup, num_slots=8)  # as other calls have
+        params = SamplingParams(temperature=1, max_tokens=9, stop="\ufffd\ufffd", logprobs=LISTED)
+        results = few.generate(prompts, params)
         assert all(1 <= len(result.token_ids) <= 9 or result.completions[0].stop_reason for result in results)
 
     @pytest.mark.parametrize(
@@ -237,7 +243,7 @@ class TestPrompts:
 
 @pytest.mark.slow
 def test_metrics(llm):
-    (result,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24))
+    (result,) = llm.generate(PROMPTS[0], sampled())
     figures = result.metrics
     steps = figures.num_drafted / 2
     assert figures.system_efficiency == (figures.num_accepted + steps) / (3 * steps)

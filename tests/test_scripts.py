@@ -111,12 +111,13 @@ def test_random_checkpoints_load(ties, script, run, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_smallest_bench_of_devices(run, monkeypatch, tmp_path):
-    write_pair(tmp_path, max_position_embeddings=512)
+def test_the_smallest_bench_of_devices(script, run, monkeypatch, tmp_path):
+    write_pair(tmp_path, num_layers=1, max_position_embeddings=512)
     monkeypatch.setattr(models, "EMBEDDED", tmp_path)  # a smaller family
+    monkeypatch.setattr(script("timing"), "MAX_COPIES", 1)  # fewer calls to compile
     path, devices = tmp_path / "numbers.json", min(2, jax.local_device_count())
     by = ["pallas", "pallas", "xla"] if jax.default_backend() == "gpu" else ["xla", "xla"]
-    arguments = f"--preset embedded --devices {devices} --batches 1 --num-drafts 2 --vocab 1500 --context 16 --prompt 9"
+    arguments = f"--preset embedded --devices {devices} --batches 1 --num-drafts 1 --vocab 1500 --context 16 --prompt 9"
     assert len(table_rows(run("bench_devices", *arguments.split(), "--json", path))) == len(by) + 3
     rows = json.loads(path.read_text())["rows"]
     assert [row["table"] for row in rows] == ["verify"] * len(by) + ["steps"] * 2 + ["prompt"]

@@ -25,6 +25,7 @@ from specjax.engine.slots import Slots
 from specjax.models.quantized import Quantized
 from specjax.pages import read_slots
 from specjax.sampling import SamplingParams
+from specjax.sampling.capacities import Capacities
 from specjax.theory import StepTimes
 from specjax.types import Context, Draft, Memory, ModelInput
 
@@ -98,10 +99,10 @@ def test_steps_of_other_lengths_and_pauses(target, proposer):
     """The number of drafts changes from step to step, and rows that pause have nothing to catch up with."""
     plain = decode_all(target, None)
     few = replace(proposer, speculate_below=3)
-    choices = [few, *with_draft_lengths(proposer, (0, 1, 3)).values()]
+    choices = [few, *with_draft_lengths(proposer, (0, 1)).values()]
     state = start(target, proposer)
     for i in range(60):
-        each = choices[i % 4]
+        each = choices[i % 3]
         state, info = step(target, each, state, verifier=verifiers.match)
         if each is few and i == 0:
             assert not info.num_drafts.any()  # of four active rows
@@ -149,7 +150,8 @@ def test_no_pool_is_copied(target, proposer, kind):
         proposer = replace(proposer, speculate_below=2)
     if kind == "after n-grams":
         proposer = proposers.fallback(proposers.ngram(2), proposer)
-    state = Slots(target, proposer, num_slots=2, max_length=16, pool=(50_000, 4)).state
+    few = Capacities(biases=0, allowed_tokens=0, bad_words=0, logprobs=0)
+    state = Slots(target, proposer, num_slots=2, max_length=16, pool=(50_000, 4), capacities=few).state
     pools = jax.tree.leaves(state.cache.pools)
 
     def compiled(own_step):
@@ -159,11 +161,12 @@ def test_no_pool_is_copied(target, proposer, kind):
         return decode.step(target, proposer, state)[0]
 
     program = compiled(one_step)
-    shape = ",".join(map(str, pools[0].shape))
-    assert not re.findall(rf"= f32\[{shape}\]\S* copy", program.as_text())
+    copies = re.compile(rf"= f32\[{','.join(map(str, pools[0].shape))}\]\S* copy")
+    assert not copies.search(program.as_text())
     assert program.memory_analysis().temp_size_in_bytes < pools[0].nbytes / 4
     if kind == "alone":  # a copy would be seen
-        copying = compiled(lambda *given: (one_step(*given), given[2].cache))
+        copying = compiled(lambda target, proposer, state: (state, state.cache))
+        assert copies.search(copying.as_text())
         assert copying.memory_analysis().output_size_in_bytes > 2 * sum(pool.nbytes for pool in pools)
 
 
@@ -193,14 +196,14 @@ def test_parameters_are_shared_where_they_are_not_quantised():
 @pytest.mark.slow
 def test_in_slots_beside_requests_of_every_use():
     target = test_slots.make(0)
-    test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=6)
+    test_slots.run_and_compare(target, proposers.self_draft(target, 3), "rejection", True, seed=6, step_sizes=())
 
 
 @pytest.mark.slow
 def test_devices_that_share_the_target():
     """Each quantises its parts; the tokens equal plain decoding on one device."""
     with jax.default_device(jax.devices("cpu")[0]):
-        model = test_parallel.decoder(vocab_size=2047, tie_embeddings=False, hidden_size=32)
+        model = test_parallel.decoder(vocab_size=2047, tie_embeddings=False, hidden_size=32, num_layers=1)
         params = test_parallel.PARAMS[:2]
         expected = test_parallel.generated(model, None, verifiers.match, params)
         shared = test_parallel.with_shared_rows(model, rows=2, parts=2)
@@ -215,7 +218,7 @@ def test_devices_that_share_the_target():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("own") / "target", random_tensors(0))
+    return write_checkpoint(tmp_path_factory.mktemp("own") / "target", random_tensors(0, num_layers=1), num_layers=1)
 
 
 @pytest.mark.slow
@@ -223,7 +226,8 @@ def test_text_of_an_llm(checkpoint):
     """Text and a stream equal plain decoding; the engine of an LLM draws prompts of several lengths."""
     llm = LLM(checkpoint, "self", 3, verifier=verifiers.match)
     assert isinstance(llm.proposer, proposers.SelfDraft) and llm.proposer.model.params["layers"][0]["qkv"].bits == 4
-    params = [SamplingParams(temperature=t, seed=i, max_tokens=20, ignore_eos=True) for i, t in enumerate((0, 0.9, 0))]
+    options = {"max_tokens": 20, "ignore_eos": True, "presence_penalty": 0.1}  # all steps have one use
+    params = [SamplingParams(temperature=t, seed=i, **options) for i, t in enumerate((0, 0.9, 0))]
     prompts = ["the cat sat", "a", "it was the best of times"]
     results, expected = (each.generate(prompts, params) for each in (llm, llm.plain()))
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]

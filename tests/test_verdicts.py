@@ -46,7 +46,8 @@ def test_the_docs_have_a_line_on_each():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in verifiers.__all__ if name not in verifiers.LOSSY])
 def test_a_lossless_verifier_passes(name):
-    testing.assert_lossless(getattr(verifiers, name))
+    """With three drafts for `block`, whose verdicts on drafts depend on each other."""
+    testing.assert_lossless(getattr(verifiers, name), num_draft_tokens=3 if name == "block" else 2)
 
 
 @core.from_core
