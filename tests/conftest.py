@@ -19,6 +19,7 @@ import jax
 import pytest
 from jax._src.interpreters import mlir
 
+from specjax import decode
 from specjax.engine import garbage, sizes
 from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
@@ -136,6 +137,16 @@ def all_programs(programs_when_used, monkeypatch):
         monkeypatch.setitem(sizes.SIZES, use, of_use)
     monkeypatch.setattr(Slots, "compile", programs_when_used)
     monkeypatch.setattr(_Device, "compiling_programs", Slots.compiling_programs)
+
+
+OPTIMIZED = {"xla_backend_optimization_level": 1}
+optimized_generate = jax.jit(decode._generate.__wrapped__, donate_argnums=2, compiler_options=OPTIMIZED)
+
+
+@pytest.fixture
+def optimized_loop(monkeypatch):
+    """The loop of `decode.generate` is optimized, for tests of many samples: it runs longer than it compiles."""
+    monkeypatch.setattr(decode, "_generate", optimized_generate)
 
 
 @pytest.fixture

@@ -5,10 +5,13 @@ Process 0 prints what `requests` returns. Without an address and a number, the o
 
 import json
 import sys
+from dataclasses import replace
 
 import specjax
 from specjax import SamplingParams, guided
+from specjax.engine import sizes
 from specjax.processes import join
+from specjax.proposers import drawing
 
 PROMPTS = [[5, 6, 7], list(range(4, 50)), [9, 8], [30, 31]]
 PARAMS = [
@@ -20,6 +23,9 @@ PARAMS = [
 
 
 def load(target, draft):
+    """An LLM of few programs: its steps compute all slots, and drafts are drawn in a loop, as in other tests."""
+    drawing.MOST_UNROLLED = 1
+    sizes.SIZES["call"]["cpu"] = replace(sizes.SIZES["call"]["cpu"], step_sizes=(), prompts=(32,))
     return specjax.LLM(target, draft, 2, tree=5, tensor_parallel=2, max_length=128, num_slots=3)
 
 

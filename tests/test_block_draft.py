@@ -237,6 +237,7 @@ CANDIDATES = {"num_candidates": 3, "selector_rank": 4, "conv_taps": 2, "conv_gro
         ({}, CANDIDATES),
     ],
 )
+@pytest.mark.usefixtures("optimized_loop")
 def test_the_distribution_is_the_targets(options, sizes):
     proposer = small(1, 3, options, **sizes)
     testing.assert_proposer_lossless(proposer, num_samples=20_000)

@@ -27,6 +27,7 @@ FLOAT8 = jnp.float8_e4m3fn
 VOCAB = 40
 CONFIG = DecoderConfig(VOCAB, 32, 2, 4, 2, 8, 64, 128, tie_embeddings=False)
 PROMPTS, LENGTHS = np.arange(60).reshape(3, 20) * 7 % VOCAB, np.array([20, 9, 14])
+prefill = jax.jit(decode.prefill, static_argnames=("max_length", "chunk_size"))
 generate = partial(jax.jit(decode.generate, static_argnames="max_steps"), max_steps=30)
 
 
@@ -97,17 +98,18 @@ def test_scales_bring_a_model_nearer_to_its_own_cache():
 
 def run(target, proposer, **options):
     rows = sampling.batch([SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3)
-    state = decode.prefill(target, proposer, PROMPTS, LENGTHS, rows, jax.random.key(0), max_length=64, **options)
+    state = prefill(target, proposer, PROMPTS, LENGTHS, rows, jax.random.key(0), max_length=64, **options)
     return np.asarray(generate(target, proposer, state).context.tokens)
 
 
 @pytest.mark.slow
 def test_tokens_depend_on_neither_drafts_nor_chunks_nor_pages():
     """With scales; test_an_llm_decodes compares drafts with plain decoding without scales."""
-    target = model_of(scales=SCALES)
+    config = replace(CONFIG, num_layers=1)
+    target = model_of(config, scales=SCALES)
     plain = run(target, proposers.none())
-    drafter = proposers.draft_model(model_of(replace(CONFIG, num_layers=1), 1), num_draft_tokens=3)
-    for proposer in (drafter, proposers.draft_model(target, 4)):
+    drafter = proposers.draft_model(model_of(config, 1, SCALES), num_draft_tokens=3)
+    for proposer in (drafter, proposers.draft_model(target, 3)):  # which have one program
         np.testing.assert_array_equal(run(target, proposer), plain)
     for size in (1, 8):
         np.testing.assert_array_equal(run(target, proposers.none(), chunk_size=size), plain)
@@ -244,7 +246,7 @@ def test_the_loss_of_the_embedded_target_grows_little(monkeypatch):
 @pytest.mark.slow
 def test_an_llm_decodes(tmp_path):
     """Greedy output of drafts equals plain output; the caches of target and draft have the dtype."""
-    target, draft = write_pair(tmp_path)
+    target, draft = write_pair(tmp_path, num_layers=1)
     llm = specjax.LLM(target, draft, cache_dtype="fp8")
     leaves = jax.tree.leaves(jax.eval_shape(lambda: (llm.model.init_cache(1, 4), llm.proposer.init(1, 4).pools)))
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(FLOAT8)}

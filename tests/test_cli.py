@@ -310,7 +310,7 @@ class TestProcess:
         assert "no drafts" in done.stderr
 
     def test_json_alone_on_standard_output(self, model):
-        done = process("generate", "--model", model, "--draft", model, "--json", text=PROMPT)
+        done = process("generate", "--model", model, "--draft", model, "--num-draft-tokens", "1", "--json", text=PROMPT)
         assert json.loads(done.stdout)["text"] == TEXT
         assert done.returncode == 0
 

@@ -257,7 +257,8 @@ def test_tokens_of_several_steps_follow_the_mixture():
     proposer = proposers.draft_model(other, 2)
     requests = Sampling(max_tokens=jnp.full(rows, 3), temperature=jnp.ones(rows))
     prompts, lengths = jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32)
-    state = prefill(target, proposer, prompts, lengths, requests, jax.random.key(0), max_length=4)
+    start = jax.jit(prefill, static_argnames="max_length")
+    state = start(target, proposer, prompts, lengths, requests, jax.random.key(0), max_length=4)
     tokens = np.asarray(generate(target, proposer, state).context.tokens)
 
     pairs = jnp.stack([jnp.zeros(size, jnp.int32), jnp.arange(size, dtype=jnp.int32)], axis=1)

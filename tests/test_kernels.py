@@ -16,6 +16,7 @@ from specjax.verifiers.core import from_core
 
 BY_ROW = PartitionSpec("data")
 VERIFIERS = ("rejection", "block", "typical", "synthetic", "match")
+OF_REQUESTS = {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9), "cut": True}
 
 
 def on_gpu(*values) -> list:
@@ -130,7 +131,7 @@ def test_threefry_draws_what_jax_draws():
     "options",
     [
         *slow({"dtype": jnp.bfloat16, "normalised": False}),
-        {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9), "cut": True},
+        OF_REQUESTS,
         *on_gpu({"num_drafts": 9, "batch_size": 2, "vocab_size": 700, "dtype": jnp.float16}),
     ],
 )
@@ -153,9 +154,9 @@ def test_kernels_emit_the_tokens_of_xla(verifier, options):
 )
 def test_nan_counts_as_minus_infinity(verifier, normalised):
     """In the target and in the draft; row 0 of the last sequence has nothing else. All say what they do of -inf."""
-    options = {"target_temperature": (0.7, 0, 1.3, 0.9), "draft_temperature": (1.1, 0.8, 0, 0.9)}
+    options = OF_REQUESTS if normalised else OF_REQUESTS | {"cut": False, "normalised": False}
     for seed in range(2):
-        draft, target = random_case(seed, normalised=normalised, **options)
+        draft, target = random_case(seed, **options)
         assert draft.distribution is not None
         keys = jax.random.split(jax.random.key(seed), 2)
 
@@ -348,13 +349,13 @@ class TestThresholds:
 @pytest.mark.parametrize("verifier", SHARED_AND_BLOCK)
 def test_what_is_cut_away_does_not_count(verifier):
     """A few tokens are kept, of one block, with logits far below 0: what stands for an empty block is smaller still."""
-    draft, target = random_case(7, batch_size=8, vocab_size=9000)
-    logits = (target.logits - 300).at[:, :, 5000:5006].add(20)
-    target = Categorical(logits, None, jnp.full(logits.shape[:2], -290.0))
-    drafts = draft._replace(num_tokens=jnp.arange(8) % 4)
+    draft, target = random_case(7, **OF_REQUESTS)
+    logits = (target.logits - 300).at[:, :, 2000:2006].add(20)
+    target = target._replace(logits=logits, min_logit=jnp.full(logits.shape[:2], -290, jnp.float32))
+    drafts = draft._replace(num_tokens=jnp.arange(4, dtype=jnp.int32))
     arguments = jax.random.key(9), drafts, target
     xla = run(verifier, "xla", *arguments, log_probs=True)
-    assert np.all(np.isin(xla.tokens[np.arange(8), xla.num_accepted], range(5000, 5006)))
+    assert np.all(np.isin(xla.tokens[np.arange(4), xla.num_accepted], range(2000, 2006)))
     assert_same(run(verifier, on_this_device(), *arguments, log_probs=True), xla)
 
 

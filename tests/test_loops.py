@@ -92,7 +92,7 @@ def test_decoding_of_rows_that_devices_share(mesh, target, draft, name):
         "fallback": lambda: proposers.fallback(proposers.ngram(3), proposers.draft_model(draft, 3)),
     }[name]()
     run, shared, given = decoding(mesh)
-    np.testing.assert_array_equal(shared(target, proposer, *given), run(target, proposer, *given))
+    np.testing.assert_array_equal(shared(target, proposer, *given), jax.jit(run)(target, proposer, *given))
 
 
 @pytest.mark.slow
@@ -109,4 +109,4 @@ def test_attention_in_blocks(mesh, target, num_tokens, has_pages):
     specs = P(), P() if has_pages else SHARED, SHARED, SHARED
     shared = jax.jit(partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=SHARED)(run))
     given = target.params, cache, positions, pages
-    np.testing.assert_allclose(shared(*given), run(*given), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(shared(*given), jax.jit(run)(*given), rtol=1e-5, atol=1e-6)

@@ -100,6 +100,7 @@ def test_fewer_drafts_than_the_trained_depth(tmp_path, target):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized_loop")
 def test_the_distribution_is_the_targets():
     keys = iter(jax.random.split(jax.random.key(0), 6))
 

@@ -32,7 +32,7 @@ from specjax.server.responses import ResponseAnswer, parse_response
 
 __all__ = ["engine", "served"]  # fixtures
 
-NUM_EXAMPLES = 8  # of each operation and kind of input
+NUM_EXAMPLES = 5  # of each operation and kind of input
 # All checks but the checks for independent fields: a body whose fields do not fit together is refused.
 CHECKS = [
     checks.not_a_server_error,

@@ -294,6 +294,7 @@ class TestSamplesOfAPrompt:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized_loop")
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_the_distribution_through_pages(name):
     """Several steps of many rows, with pages of two slots: target and draft read their last tokens from their pools."""
@@ -309,7 +310,7 @@ def test_the_distribution_through_pages(name):
     for _ in range(length - 2):
         exact = exact[..., None] * (probs[1] if exact.ndim == 1 else probs)
     state = prefill(target, proposer, ids, one, params, jax.random.key(2), max_length=length, pages=paged)
-    state = decode.generate(target, proposer, state, verifier=getattr(verifiers, name))
+    state = decode.generate(target, proposer, state, verifier=one_of(name))
     assert state.totals.accepted.sum() > rows
     index = np.ravel_multi_index(tuple(np.asarray(state.context.tokens)[:, 1:].T), (size,) * (length - 1))
     test = testing.chi_square(np.bincount(index, minlength=size ** (length - 1)), exact.ravel())

@@ -193,6 +193,7 @@ class TestDraftModel:
             np.testing.assert_allclose(draft.distribution.temperature, expected)
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("optimized_loop")
     def test_the_distribution_is_the_targets_at_any_draft_temperature(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         testing.assert_proposer_lossless(proposers.draft_model(draft, 2, temperature=0.6), num_samples=30_000)
@@ -265,6 +266,7 @@ class Sometimes:
 
 class TestFallback:
     @pytest.mark.slow
+    @pytest.mark.usefixtures("optimized_loop")
     def test_the_distribution_is_the_targets(self):
         draft = testing.bigram_model(jax.random.normal(jax.random.key(9), (8, 8)))
         proposer = proposers.fallback(Sometimes(ONES, 3, 3), proposers.draft_model(draft, 2))
@@ -337,6 +339,7 @@ def one_hot_claim(keys, distribution):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized_loop")
 def test_verdict_on_a_proposer():
     logits = jnp.log(jnp.broadcast_to(jnp.array([0.6, 0.2, 0.1, 0.02, 0.02, 0.02, 0.02, 0.02])[None], (8, 8)))
     testing.assert_proposer_lossless(testing.BigramProposer(logits, 2, one_hot_claim), num_samples=30_000)

@@ -12,6 +12,7 @@ import quantized_files as files
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from test_checkpoint import CONFIG, make_tensors, tensor_shapes, write
+from test_llm import PROMPTS, write_pair
 
 import specjax
 from specjax import SamplingParams, models
@@ -277,17 +278,17 @@ def test_devices_share_quantised_weights(tmp_path, case, number):
 
 
 @pytest.mark.slow
-def test_an_llm_of_rounded_weights_drafts_with_rounded_weights():
+def test_an_llm_of_rounded_weights_drafts_with_rounded_weights(tmp_path):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    llm = specjax.LLM(quantization="int8", draft_quantization="int4")
-    rounded = models.load(models.EMBEDDED / "target", quantization="int8").params["layers"][0]["qkv"]
+    target, draft = write_pair(tmp_path, num_layers=1)
+    llm = specjax.LLM(target, draft, quantization="int8", draft_quantization="int4")
+    rounded = models.load(target, quantization="int8").params["layers"][0]["qkv"]
     found = llm.model.params["layers"][0]["qkv"]
     if jax.default_backend() == "gpu":
         assert is_quantized(found)
     else:  # no kernel would read the codes
         np.testing.assert_array_equal(np.asarray(found), np.asarray(dequantize(rounded)).T)
-    prompt = "def fibonacci(n):"
-    drafted, plain = llm.generate(prompt, params)[0], llm.plain().generate(prompt, params)[0]
+    drafted, plain = llm.generate(PROMPTS[0], params)[0], llm.plain().generate(PROMPTS[0], params)[0]
     assert drafted.token_ids == plain.token_ids
     assert drafted.metrics.num_accepted > 0
 

@@ -19,7 +19,7 @@ from specjax.models.network import Network, init_params, network_model
 from specjax.models.quantized import FORMATS, Quantized, dequantize, is_quantized, quantize
 
 OPT = Network(opt._init, opt._apply)
-SIZES = {"vocab_size": 40, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_size": 16}
+SIZES = {"vocab_size": 40, "hidden_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_size": 16}
 VARIED = LayerConfig(Attention(has_bias=True, has_head_norms=True, window=3), GatedMLP("gelu", has_bias=True), True)
 
 

@@ -27,7 +27,10 @@ VERIFIERS = {
     "synthetic": partial(verifiers.synthetic, acceptance_length=2.5),
 }
 MORE = [name for name in VERIFIERS if name != "typical"]
-ONE_DEVICE = {name: jax.jit(partial(verify, log_probs=True)) for name, verify in VERIFIERS.items()}
+ONE_DEVICE = {
+    name: jax.jit(partial(verify, log_probs=True), static_argnames="implementation")
+    for name, verify in VERIFIERS.items()
+}
 
 
 def on_shards(number, function, *operands, per_device=False):
@@ -133,12 +136,17 @@ def test_trees_of_one_device(name):
     keys = positions(jax.random.split(jax.random.key(2), BATCH), jnp.full(BATCH, 7), shape.max_depth)
     of_draft = partial(Categorical, temperature=jnp.where(temperature == 0, 1, temperature))
 
-    def after(tokens, nodes, carry):
-        return of_draft(drafted[:, np.array(nodes)]), carry
-
     choose = growing.by_drawing if name == "traversal" else growing.by_coupling
-    given = jnp.zeros(BATCH, jnp.int32), of_draft(drafted[:, :1]), after, None, choose
-    tree, _ = jax.jit(lambda: growing.grow(shape, keys, *given))()
+
+    @jax.jit
+    def grown(keys, drafted):
+        def after(tokens, nodes, carry):
+            return of_draft(drafted[:, np.array(nodes)]), carry
+
+        given = jnp.zeros(BATCH, jnp.int32), of_draft(drafted[:, :1]), after, None, choose
+        return growing.grow(shape, keys, *given)[0]
+
+    tree = grown(keys, drafted)
     operands = keys, tree, Categorical(jnp.asarray(target), temperature, least)
     verify = partial(getattr(trees, name), log_probs=True)
     expected = jax.jit(verify)(*operands)
@@ -200,10 +208,11 @@ def test_kernels_of_parts_and_of_one_device(name, change, case):
     operands, options = change(case)
     if options and name == "match":  # which takes no bonus tokens, but `rejection` does as much with them
         name, operands = "rejection", (operands[0], operands[1]._replace(distribution=None), operands[2])
-    options |= {"log_probs": True, "implementation": "interpret"}
-    verify = VERIFIERS[name]
-    expected = jax.jit(partial(verify, **options))(*operands)
-    got = on_shards(2, partial(verify, axis_name="vocab", **options), *operands)
+    of_kernels = {"implementation": "interpret"}
+    # The kernels of one device give the tokens of XLA, unless two tokens are as likely but for rounding.
+    expected = ONE_DEVICE[name](*operands, **options, **(of_kernels if change is with_equal_logits else {}))
+    options |= {"log_probs": True} | of_kernels
+    got = on_shards(2, partial(VERIFIERS[name], axis_name="vocab", **options), *operands)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
@@ -304,7 +313,7 @@ def test_exchanges_are_few_and_small(name, implementation, most, case):
     assert max(sizes) <= 4 * 6 * BATCH * (DRAFTS + 1)
 
 
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("number", [4])
 def test_cuts(number):
     rng = np.random.default_rng(7)
     logits = rng.normal(0, 3, (40, 16384 * 4)).astype(np.float32)
@@ -316,7 +325,7 @@ def test_cuts(number):
         "top_p": jnp.asarray(rng.choice([1, 0.9, 0.3], 40), jnp.float32),
         "min_p": jnp.asarray(rng.choice([0, 0.05], 40), jnp.float32),
     }
-    expected = cut.min_logit(jnp.asarray(logits), **options)
+    expected = jax.jit(cut.min_logit)(jnp.asarray(logits), **options)
     got = on_shards(number, lambda x: cut.min_logit(x, axis_name="vocab", **options), jnp.asarray(logits))
     np.testing.assert_array_equal(got, expected)
     assert np.isfinite(expected).sum() > 20

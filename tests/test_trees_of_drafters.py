@@ -101,6 +101,7 @@ def test_a_draft_model():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized_loop")
 def test_the_distribution_over_several_steps():
     """Sampled trees of 4 nodes and 3 tokens: the tokens of all steps follow the target."""
     target, draft = np.random.default_rng(0).normal(size=(2, 3, 3)).astype(np.float32)
