@@ -53,7 +53,8 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.ignore("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # heads do not turn
     fields = {
         "num_hidden_layers": len(kinds),
-        "intermediate_size": config.size("intermediate_size", 1),
+        "intermediate_size": config.size("intermediate_size", 21504),
+        "num_key_value_heads": config.size("num_key_value_heads", 8),
         "rms_norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "head_dim": config.size("head_dim", config.size("attention_head_dim", 128)),
     }
