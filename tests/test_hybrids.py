@@ -21,8 +21,7 @@ from wrong_recurrent import MISTAKES, recurrent
 
 from specjax import SamplingParams, proposers, sampling, testing
 from specjax.decode import generate, prefill
-from specjax.models import Checkpoint, load, tensor_parallel, with_cache_dtype
-from specjax.models import with_feature_layers as with_streams
+from specjax.models import Checkpoint, load, tensor_parallel, with_cache_dtype, with_feature_layers
 from specjax.models.delta_net import delta_rule
 from specjax.models.network import param_shapes
 from specjax.models.quantize_files import write_quantized
@@ -176,9 +175,9 @@ def test_nemotron_as_it_is_released(case, tmp_path):
     assert model.apply.config == other.apply.config and model.apply.config.norm_eps == 1e-5
     for one, two in zip(*map(jax.tree.leaves, (model.params, other.params)), strict=True):
         np.testing.assert_array_equal(one, two)
-    with_streams(model, tuple(range(6)))
+    with_feature_layers(model, tuple(range(6)))
     with pytest.raises(ValueError, match=r"feature_layers must be in \[0, 5\], the number of layers"):
-        with_streams(model, (6,))
+        with_feature_layers(model, (6,))
 
 
 def test_codes_of_nemotron(tmp_path):

@@ -203,6 +203,19 @@ def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str,
     return tuple(types)
 
 
+def outer_params(config: DecoderConfig, tensors: Tensors, embedding: str, norm: str) -> dict[str, Any]:
+    """Read the parameters outside the layers, given the names of the embedding and of the last norm."""
+    table = config.vocab_size, config.hidden_size
+    params = {
+        "embedding": tensors.table(f"{embedding}.weight", *table),
+        "norm": tensors.vectors({f"{norm}.weight": config.hidden_size}),
+    }
+    if not config.tie_embeddings:
+        return params | {"head": tensors.table("lm_head.weight", *table)}
+    tensors.check_same("lm_head.weight", f"{embedding}.weight", *table)
+    return params
+
+
 def layer_params(
     config: DecoderConfig,
     layer: LayerConfig,
@@ -383,19 +396,11 @@ def _params(
     mlp: MLPNames,
 ) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    embedding = "model.embed_tokens.weight", config.vocab_size, config.hidden_size
-    params = {
-        "embedding": tensors.table(*embedding),
-        "layers": {
-            i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, None, mixture, mlp)
-            for i, layer in enumerate(config.each_layer)
-        },
-        "norm": tensors.vectors({"model.norm.weight": config.hidden_size}),
+    layers = {
+        i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, None, mixture, mlp)
+        for i, layer in enumerate(config.each_layer)
     }
-    if config.tie_embeddings:
-        tensors.check_same("lm_head.weight", *embedding)
-    else:
-        params["head"] = tensors.table("lm_head.weight", config.vocab_size, config.hidden_size)
+    params = {"layers": layers, **outer_params(config, tensors, "model.embed_tokens", "model.norm")}
     if config.input is not None:
         width = config.num_layers * config.input.size
         names = {"model.per_layer_model_projection.weight": width}

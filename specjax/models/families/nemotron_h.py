@@ -116,18 +116,10 @@ def _experts(config: ConfigFile, activation: str) -> Experts:
 
 def _params(config: DecoderConfig, tensors: Tensors) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    table = config.vocab_size, config.hidden_size
-    params = {
-        "embedding": tensors.table("model.embeddings.weight", *table),
-        "layers": {
-            i: _layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
-        },
-        "norm": tensors.vectors({"model.norm_f.weight": config.hidden_size}),
+    layers = {
+        i: _layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
     }
-    if config.tie_embeddings:
-        tensors.check_same("lm_head.weight", "model.embeddings.weight", *table)
-    else:
-        params["head"] = tensors.table("lm_head.weight", *table)
+    params = {"layers": layers, **llama.outer_params(config, tensors, "model.embeddings", "model.norm_f")}
     tensors.check_all_read(MTP_LAYERS)
     return params
 
