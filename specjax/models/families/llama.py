@@ -396,11 +396,11 @@ def _params(
     mlp: MLPNames,
 ) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    layers = {
+    params = outer_params(config, tensors, "model.embed_tokens", "model.norm")
+    params["layers"] = {
         i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, None, mixture, mlp)
         for i, layer in enumerate(config.each_layer)
     }
-    params = {"layers": layers, **outer_params(config, tensors, "model.embed_tokens", "model.norm")}
     if config.input is not None:
         width = config.num_layers * config.input.size
         names = {"model.per_layer_model_projection.weight": width}

@@ -116,10 +116,10 @@ def _experts(config: ConfigFile, activation: str) -> Experts:
 
 def _params(config: DecoderConfig, tensors: Tensors) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    layers = {
+    params = llama.outer_params(config, tensors, "model.embeddings", "model.norm_f")
+    params["layers"] = {
         i: _layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
     }
-    params = {"layers": layers, **llama.outer_params(config, tensors, "model.embeddings", "model.norm_f")}
     tensors.check_all_read(MTP_LAYERS)
     return params
 
