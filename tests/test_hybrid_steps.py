@@ -8,16 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from test_steps import prefill, serve
 
 from specjax import decode, proposers, sampling, testing
 from specjax.decoding.calls import run
 from specjax.engine import memory
 from specjax.engine.slots import Slots
+from specjax.models import tensor_parallel
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.delta_net import DeltaNet
 from specjax.models.layer import Attention, LayerConfig
 from specjax.models.mamba import Mamba2
+from specjax.parallel import put
 from specjax.proposers import trunk
 from specjax.sampling import SamplingParams
 from specjax.types import ModelInput, Verified
@@ -94,14 +97,23 @@ def test_the_distribution_is_exact(net):
 
 
 @pytest.mark.slow
-def test_an_engine_gives_the_tokens_of_plain_decoding():
-    """With n-grams and a module for multi-token prediction, shared states, and jobs that lose their slots."""
-    target = hybrid(29)
+@pytest.mark.parametrize("net, number", [(NET, 1), (MAMBA, 2)], ids=["delta_net", "mamba"])
+def test_an_engine_gives_the_tokens_of_plain_decoding(net, number):
+    """With n-grams and a module for multi-token prediction, shared states, and jobs that lose their slots.
+
+    In the second case two devices share the target.
+    """
+    target = hybrid(29, net)
     head = proposers.MTPHead(replace(CONFIG, num_layers=1, layers=(ATTENTION,)), is_token_first=True)
     params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, trunk.random_params(head.shapes(), jax.random.key(1)))
     params |= dict.fromkeys(("embedding", "lm_head"), target.params["embedding"])
     proposer = proposers.fallback(proposers.ngram(2), proposers.mtp(head, params, 2))
-    slots = Slots(target, proposer, num_slots=3, max_length=32, pool=(24, 4), chunk_size=8)
+    sizes = {"num_slots": 3, "max_length": 32, "pool": (24, 4), "chunk_size": 8}
+    if number == 1:
+        slots = Slots(target, proposer, **sizes)
+    else:
+        shared = tensor_parallel(target, Mesh(np.array(jax.devices("cpu")[:number]), ("tensor",)))
+        slots = Slots(shared, put(proposer, shared.apply.whole), **sizes)
     common = [*range(9), *range(8)]
     prompts = [[*common, i] for i in (1, 2, 1)] + [[3], [4, 5]] + [[*common[:9], i, 4, 5] for i in (1, 2)]
     jobs, tables = serve(slots, [*prompts, [7, *common, 3, 4]], 3)

@@ -22,7 +22,11 @@ from wrong_recurrent import MISTAKES, recurrent
 from specjax import SamplingParams, proposers, sampling, testing
 from specjax.decode import generate, prefill
 from specjax.models import Checkpoint, load, tensor_parallel, with_cache_dtype, with_feature_layers
-from specjax.models.delta_net import delta_rule
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.delta_net import DeltaNet, delta_rule
+from specjax.models.experts import Experts, Shared, SigmoidTopK, Ungated
+from specjax.models.layer import MLP, Attention, LayerConfig
+from specjax.models.mamba import Mamba2
 from specjax.models.network import param_shapes
 from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized
@@ -315,20 +319,83 @@ def test_tokens_are_those_of_plain_decoding(hybrid):
     assert drafted.totals.accepted.sum() > 50
 
 
-@pytest.mark.parametrize("case", [pytest.param("qwen3_next", marks=pytest.mark.slow), "qwen3_5_text"])
-def test_devices_share_the_heads(case, goldens, tmp_path):
-    """Two devices have the logits of one, after prompts, and after steps with and without rejected drafts."""
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
-    model, expected = load(write(tmp_path / case, case), mesh=mesh), goldens[case][0]
+def mesh_of(number):
+    return Mesh(np.array(jax.devices("cpu")[:number]), ("tensor",))
+
+
+@pytest.mark.parametrize(
+    "case, number",
+    [
+        pytest.param("qwen3_next", 2, marks=pytest.mark.slow),
+        ("qwen3_5_text", 2),
+        pytest.param("granite_h", 2, marks=pytest.mark.slow),
+        pytest.param("granite_h", 4, marks=pytest.mark.slow),
+        pytest.param("granite_h_moe", 2, marks=pytest.mark.slow),
+        ("granite_h_moe", 4),
+        ("nemotron_h", 2),
+        pytest.param("nemotron_h_latents", 2, marks=pytest.mark.slow),
+        ("nemotron_h_latents", 4),
+    ],
+)
+def test_devices_share_the_heads(case, number, goldens, tmp_path):
+    """Devices have the logits of one, in prompts, and in steps with and without rejected drafts."""
+    model, expected = load(write(tmp_path / case, case), mesh=mesh_of(number)), goldens[case][0]
     state = jax.tree.leaves(model.init_memory(1, 1, 8).rows["layers"][0]["state"])[0]
-    assert state.addressable_shards[0].data.shape[1] == HYBRID["linear_num_value_heads"] / 2
+    assert state.addressable_shards[0].data.shape[1] == 4 / number
     memory, start = model.init_memory(1, 1, NUM_TOKENS), 0
     for count in (63, 3):
-        _, memory = call(model, inputs_at(start, count, size=66), memory)
+        output, memory = call(model, inputs_at(start, count, size=66), memory)
+        assert_close(output.logits[0, :count], expected, start)
         start += count
     assert_steps(model, memory, start, expected)
-    with pytest.raises(ValueError, match="num_key_heads of gated delta nets must be a multiple of the 4 devices"):
-        tensor_parallel(load(tmp_path / case), Mesh(np.array(jax.devices("cpu")[:4]), ("tensor",)))
+
+
+def of_nemotron(mixer):
+    """A model with each kind of Nemotron's layers and this recurrent mixer."""
+    experts = Experts(SigmoidTopK(4, 2), Ungated(), shared=Shared("relu2", num_parts=1), latent_size=12)
+    layers = ((mixer, None), (None, MLP()), (Attention(), None), (None, experts))
+    widths = {"expert_size": 8, "shared_size": 12}
+    layers = tuple(LayerConfig(*layer) for layer in layers)
+    config = DecoderConfig(HYBRID["vocab_size"], 32, 4, 4, 2, 8, 16, 64, layers=layers, **widths)
+    return decoder_model(config, jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, init_params(config, 0)))
+
+
+@pytest.fixture
+def on_cpus():
+    """A machine with one GPU has several CPU devices, too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpus")
+@pytest.mark.parametrize("groups, number", [(1, 2), (1, 4), (2, 2), (2, 4)])
+def test_devices_draw_the_tokens_of_one(groups, number):
+    """Greedy tokens with n-grams, where a device has whole groups of Mamba-2, or a part of one."""
+    model = of_nemotron(Mamba2(num_key_heads=groups, num_value_heads=4, key_size=8, value_size=6))
+    got, expected = (decoded(one, proposers.ngram(3)) for one in (tensor_parallel(model, mesh_of(number)), model))
+    np.testing.assert_array_equal(got.context.tokens, expected.context.tokens)
+    np.testing.assert_array_equal(got.totals.accepted, expected.totals.accepted)
+    assert 0 < expected.totals.accepted.sum() < expected.totals.drafted.sum()
+
+
+@pytest.mark.parametrize(
+    "mixer, number, message",
+    [
+        (DeltaNet(2, 4, 8, 8), 4, "num_key_heads of gated delta nets must be a multiple of the 4 devices .*, got 2"),
+        (Mamba2(2, 6, 8, 8), 4, "num_value_heads of Mamba-2 must be a multiple of the 4 devices .*, got 6"),
+        (Mamba2(3, 12, 8, 8), 2, "num_key_heads of Mamba-2, .*, must be a multiple or a divisor of the 2 .*, got 3"),
+    ],
+)
+def test_heads_that_devices_cannot_share(mixer, number, message):
+    with pytest.raises(ValueError, match=message):
+        tensor_parallel(of_nemotron(mixer), mesh_of(number))
+
+
+def assert_close(logits, expected, start):
+    """The logits [T, V] of consecutive positions from `start` on are those expected of the whole row."""
+    difference = np.abs(logits - expected[start : start + len(logits)]).max()
+    assert difference / np.abs(expected).max() <= TOLERANCE
 
 
 def assert_steps(model, memory, start, expected):
@@ -337,19 +404,16 @@ def assert_steps(model, memory, start, expected):
         inputs = inputs_at(start, 4)
         output, memory = call(model, inputs, memory)
         memory = jax.jit(model.commit)(memory, inputs, jnp.arange(4)[None], jnp.array([count]))
-        difference = np.abs(output.logits[0] - expected[start : start + 4]).max()
-        assert difference / np.abs(expected).max() <= TOLERANCE
+        assert_close(output.logits[0], expected, start)
         start += count
 
 
 @pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents"])
 def test_steps_of_mamba(case, goldens, tmp_path):
-    """After a prompt, steps with and without rejected drafts have the recorded logits; devices share no such layers."""
+    """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))
     _, memory = call(model, inputs_at(0, 65, size=66), model.init_memory(1, 1, NUM_TOKENS))
     assert_steps(model, memory, 65, goldens[case][0])
-    with pytest.raises(ValueError, match="model must have no layers of Mamba-2 to be shared by devices"):
-        tensor_parallel(model, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
 
 
 @pytest.mark.slow

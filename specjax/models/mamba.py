@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
 from specjax.models.recurrent import Recurrent, RowMemory, decay_factors
 from specjax.models.rope import Rotation
+from specjax.parallel.links import sum_over
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Mamba2(Recurrent):
 
     has_bias: bool = False  # whether the projections have biases
     has_conv_bias: bool = True  # whether the convolution has one
+    num_sharing: int = 1  # devices that share a group, each with some of its heads
 
     @property
     def width(self) -> int:
@@ -63,9 +65,24 @@ class Mamba2(Recurrent):
         output, kept = run(convolution, memory, inputs, rates)
         y = output.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))
         groups = y.reshape(*y.shape[:2], self.num_key_heads, -1)
-        groups *= jax.lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + config.norm_eps)
+        groups *= jax.lax.rsqrt(self._mean_squares(config, params, groups) + config.norm_eps)
         scaled = groups.reshape(gate.shape) * params["mamba_scale"].astype(jnp.float32)[None, None]
         return join(config, params, "mamba_out", scaled.astype(call.residual.dtype), call), kept
+
+    def _mean_squares(self, config: "DecoderConfig", params: Params, groups: Array) -> Array:
+        """Return the mean squares [R, T, groups, 1] of whole groups, given this device's numbers [R, T, groups, n].
+
+        Where devices share the groups, one sum over all devices has a place for each group.
+        """
+        own = jnp.mean(groups * groups, axis=-1, keepdims=True)
+        if self.num_sharing == 1:
+            return own
+        assert config.axis_name is not None, "several devices share the layer"
+        number = jax.lax.axis_size(config.axis_name) // self.num_sharing
+        group = jax.lax.axis_index(config.axis_name) // self.num_sharing
+        is_own = (jnp.arange(number, dtype=jnp.int32) == group)[None, None, :, None]
+        total = sum_over(jnp.where(is_own, own, 0), config.axis_name, params.get("links"))
+        return jnp.sum(jnp.where(is_own, total, 0), axis=2, keepdims=True) / self.num_sharing
 
     def heads_of(self, mixed: Array) -> tuple[Array, Array, Array]:
         """Return C, B and x, which lie in the opposite order."""

@@ -1,7 +1,8 @@
 """Split a decoder over the devices of a mesh: heads, MLP and vocabulary, with two sums over the devices a layer.
 
 Each device has some heads of attention and some columns of the MLP; the products that follow are sums over devices. The
-embedding and the head are split by tokens. Norms, biases of sums and the residual stream are whole on every device.
+embedding and the head are split by tokens. Norms, biases of sums and the residual stream are whole on every device. A
+layer of Mamba-2 with fewer groups than devices takes one more sum, for the norms of its groups.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from specjax.models.mamba import Mamba2
 from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
-from specjax.models.recurrent import HEAD_AXES, InitRows
+from specjax.models.recurrent import HEAD_AXES, InitRows, Recurrent
 from specjax.models.tensors import Stored, StoredMatrix, place
 from specjax.parallel import InitOnMesh, InitRowsOnMesh, OnMesh, check_axis, put, shards
 from specjax.parallel.links import links_of
@@ -34,18 +35,22 @@ from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
 # Matrices of which a device has some inputs; of the others it has some outputs.
-CUT_INPUTS = "attention_out", "delta_out", "mlp_out", "shared_out", "experts_out"
+CUT_INPUTS = "attention_out", "delta_out", "mamba_out", "mlp_out", "shared_out", "experts_out"
 
 # Arrays whose first axis is of heads or tokens, whatever the layout of matrices.
-OUTPUTS_FIRST = "embedding", "head", "latent_up", "delta_conv", "delta_decay"
+OUTPUTS_FIRST = (
+    *("embedding", "head", "latent_up", "delta_conv", "delta_decay"),
+    *("mamba_conv", "mamba_decay", "mamba_skip"),
+)
 
 
 def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Model:
     """Return a model whose work the devices along one axis of a mesh share.
 
-    Every device has its part of the weights, of the cache and of the logits. Key and value heads are repeated where
-    there are fewer than devices, and the vocabulary is padded with tokens that are never drawn. Decoding with it takes
-    each step inside one `jax.shard_map`, in which logits are verified without being put together.
+    Every device has its part of the weights, of the cache and of the logits. Key and value heads, and the groups of
+    Mamba-2, are repeated where there are fewer than devices, and the vocabulary is padded with tokens that are never
+    drawn. Decoding with it takes each step inside one `jax.shard_map`, in which logits are verified without being put
+    together.
 
     The whole model is on one device before. `models.load(directory, mesh=mesh)` returns the same and reads for each
     device no more than its part.
@@ -60,8 +65,8 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         The model, with its parameters on the devices of the mesh.
 
     Raises:
-        ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads or the MLP
-            equally, or the model is not one that specjax built.
+        ValueError: the mesh has no such axis or has axes of another type, its devices cannot share the heads, the
+            groups of Mamba-2 or the MLP equally, or the model is not one that specjax built.
     """
     check_axis(mesh, axis_name)
     apply, init_cache = model.apply, model.init_cache
@@ -100,14 +105,14 @@ def tensor_parallel(model: Model, mesh: Mesh, axis_name: str = "tensor") -> Mode
         cache_spec=P() if _latent_mixer(whole) else P(None, None, axis_name),
         vocab_size=whole.vocab_size,
     )
-    init_rows = model.init_rows
-    if isinstance(init_rows, InitRows) and isinstance(part, DecoderConfig):
+    init_rows, of_all = model.init_rows, _with_copies(whole, part, number)
+    if isinstance(init_rows, InitRows) and isinstance(part, DecoderConfig) and isinstance(of_all, DecoderConfig):
         of_part, specs = replace(init_rows, mixers=part.recurrent), _specs_of_rows(init_rows, axis_name)
         on_mesh, init_rows = (
             replace(on_mesh, init_rows=of_part, row_specs=specs),
-            InitRowsOnMesh(init_rows, mesh, specs),
+            InitRowsOnMesh(replace(init_rows, mixers=of_all.recurrent), mesh, specs),
         )
-    init_cache = InitOnMesh(_init_cache(init_cache, _with_copies(whole, part, number)), on_mesh.of_cache)
+    init_cache = InitOnMesh(_init_cache(init_cache, of_all), on_mesh.of_cache)
     return replace(model, params=params, apply=on_mesh, init_cache=init_cache, init_rows=init_rows)
 
 
@@ -125,7 +130,7 @@ def _part(whole: Config, number: int, axis_name: str) -> Config:
         if getattr(whole, name) % number:
             got = getattr(whole, name)
             raise ValueError(f"{name} must be a multiple of the {number} devices that share it, got {got}")
-    kv_heads = _part_of_kv_heads(whole.num_kv_heads, number)
+    kv_heads = _part_of_key_heads("num_kv_heads", whole.num_kv_heads, number)
     size = shards.part_size(whole.vocab_size, number)
     own: dict[str, Any] = {}
     if isinstance(whole, DecoderConfig):
@@ -157,25 +162,33 @@ def _part_of_layer(layer: LayerConfig, number: int) -> LayerConfig:
 def _part_of_mixer(mixer: Any, number: int) -> Any:
     """Return one device's part of a mixer."""
     if isinstance(mixer, Attention) and mixer.num_kv_heads is not None:
-        return replace(mixer, num_kv_heads=_part_of_kv_heads(mixer.num_kv_heads, number))
+        return replace(mixer, num_kv_heads=_part_of_key_heads("num_kv_heads", mixer.num_kv_heads, number))
     if isinstance(mixer, Mamba2):
-        raise ValueError("model must have no layers of Mamba-2 to be shared by devices, which have no parts of them")
+        groups = mixer.num_key_heads
+        return replace(
+            mixer,
+            num_key_heads=_part_of_key_heads("num_key_heads of Mamba-2, its groups,", groups, number),
+            num_value_heads=_part_of_heads("num_value_heads of Mamba-2", mixer.num_value_heads, number),
+            num_sharing=max(1, number // groups),
+        )
     if not isinstance(mixer, DeltaNet):
         return mixer
-    if mixer.num_key_heads % number:
-        raise ValueError(
-            f"num_key_heads of gated delta nets must be a multiple of the {number} devices that share them, got "
-            f"{mixer.num_key_heads}"
-        )
-    heads = {name: getattr(mixer, name) // number for name in ("num_key_heads", "num_value_heads")}
-    return replace(mixer, **heads)
+    heads = _part_of_heads("num_key_heads of gated delta nets", mixer.num_key_heads, number)
+    return replace(mixer, num_key_heads=heads, num_value_heads=mixer.num_value_heads // number)
 
 
-def _part_of_kv_heads(kv_heads: int, number: int) -> int:
+def _part_of_heads(name: str, heads: int, number: int) -> int:
+    """Return the number of heads of a device; raise ValueError with the name where the devices cannot share equally."""
+    if heads % number:
+        raise ValueError(f"{name} must be a multiple of the {number} devices that share them, got {heads}")
+    return heads // number
+
+
+def _part_of_key_heads(name: str, heads: int, number: int) -> int:
     """Return the number of key heads of a device, which several devices have where there are fewer than devices."""
-    if kv_heads % number and number % kv_heads:
-        raise ValueError(f"num_kv_heads must be a multiple or a divisor of the {number} devices, got {kv_heads}")
-    return max(1, kv_heads // number)
+    if heads % number and number % heads:
+        raise ValueError(f"{name} must be a multiple or a divisor of the {number} devices, got {heads}")
+    return max(1, heads // number)
 
 
 def _with_copies(whole: Config, part: Config, number: int) -> Config:
@@ -184,9 +197,9 @@ def _with_copies(whole: Config, part: Config, number: int) -> Config:
         return whole
 
     def layer(own: LayerConfig, of_device: LayerConfig) -> LayerConfig:
-        if not isinstance(own.mixer, Attention) or own.mixer.num_kv_heads is None:
-            return own
-        return replace(own, mixer=replace(own.mixer, num_kv_heads=of_device.mixer.num_kv_heads * number))
+        name = "num_key_heads" if isinstance(own.mixer, Recurrent) else "num_kv_heads"
+        heads = getattr(of_device.mixer, name, None)
+        return own if heads is None else replace(own, mixer=replace(own.mixer, **{name: heads * number}))
 
     layers = tuple(map(layer, whole.layers, part.layers))
     return replace(whole, num_kv_heads=part.num_kv_heads * number, layers=layers)
@@ -259,6 +272,8 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         return _runs_of_experts(name, device, whole, part)
     if name.startswith("delta_"):
         return _runs_of_delta_net(name, device, part, number)
+    if name.startswith("mamba_"):
+        return _runs_of_mamba(name, device, whole, part)
     if mixer := _latent_mixer(whole):
         sizes = {
             "query_up": mixer.query_size,
@@ -338,6 +353,34 @@ def _runs_of_delta_net(name: str, device: int, part: Config, number: int) -> lis
     return [(begin + device * size, begin + (device + 1) * size) for begin, size in zip(begins, parts, strict=True)]
 
 
+def _runs_of_mamba(name: str, device: int, whole: Config, part: Config) -> list[Run]:
+    """Return a device's part of a layer of Mamba-2: some heads, and the groups that have them."""
+    assert isinstance(whole, DecoderConfig) and isinstance(part, DecoderConfig), "no other network has one"
+    of_all, own = whole.recurrent[0][1], part.recurrent[0][1]
+    assert isinstance(of_all, Mamba2) and isinstance(own, Mamba2), "its parameters have these names"
+    first = device * own.num_value_heads  # head
+    group = first * of_all.num_key_heads // of_all.num_value_heads
+    # Each piece of an axis: its units on all devices and on this one, the first one here, and the numbers of a unit.
+    heads = of_all.num_value_heads, own.num_value_heads, first, 1
+    values = *heads[:3], own.value_size
+    keys = of_all.num_key_heads, own.num_key_heads, group, own.key_size
+    channels = [values, keys, keys]
+    pieces = {
+        "mamba_in": [values, *channels, heads],
+        "mamba_in_bias": [values, *channels, heads],
+        "mamba_conv": channels,
+        "mamba_conv_bias": channels,
+        "mamba_scale": [values],
+        "mamba_out": [values],
+        "mamba_out_bias": [],
+    }
+    runs, begin = [], 0
+    for total, number, start, size in pieces.get(name, [heads]):
+        runs.append((begin + start * size, begin + (start + number) * size))
+        begin += total * size
+    return runs
+
+
 def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> list[Run]:
     """Return a device's part of the width of every expert, and of the MLP beside them."""
     if not isinstance(whole, DecoderConfig) or not isinstance(part, DecoderConfig):
@@ -349,10 +392,14 @@ def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> lis
         return [(start, stop)]
     if rest not in ("gate_up", "gate_up_bias"):
         return []
-    ffns = [layer.ffn for layer in whole.layers if isinstance(layer.ffn, Experts)]
-    if kind == "experts" and any(ffn.is_interleaved for ffn in ffns):
+    ffn = whole.layers[0].ffn
+    mixture = ffn.experts if isinstance(ffn, BesideMLP) else ffn
+    assert isinstance(mixture, Experts), "its parameters have these names"
+    if kind == "experts" and mixture.is_interleaved:
         return [(2 * start, 2 * stop)]
-    return [(start, stop), (total + start, total + stop)]
+    projections = mixture.gate if kind == "experts" else mixture.shared
+    assert projections is not None, "it has parameters"
+    return [(i * total + start, i * total + stop) for i in range(projections.num_parts)]
 
 
 def _split(leaf: Any, cut: Cut | None, sharding: NamedSharding) -> Any:
