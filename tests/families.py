@@ -133,6 +133,16 @@ LATENTS = GLM | {
     "v_head_dim": 10,
 }
 LATENTS.pop("partial_rotary_factor")
+LAGUNA = {"model_type": "laguna", "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5}
+LAGUNA |= {"shared_expert_intermediate_size": 24}
+ERNIE = {
+    "model_type": "ernie4_5_moe",
+    "head_dim": 16,
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 20,
+    "moe_num_shared_experts": 2,
+}
 FACTORS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -264,6 +274,71 @@ VARIANTS = {
     | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4_moe": GEMMA4
     | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20},
+    "afmoe": MOE
+    | {
+        "model_type": "afmoe",
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "num_hidden_layers": 3,
+        "sliding_window": 5,
+        "global_attn_every_n_layers": 2,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    "laguna": MOE
+    | LAGUNA
+    | {
+        "num_attention_heads_per_layer": [4, 8],
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": YARN | {"truncate": True, "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+        "moe_routed_scaling_factor": 2.5,
+    },
+    "laguna_elements": MOE
+    | LAGUNA
+    | {"gating": "per-element", "mlp_layer_types": ["sparse", "sparse"], "attention_bias": True},
+    "mistral4": LATENTS
+    | {
+        "model_type": "mistral4",
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "rope_parameters": YARN
+        | {"original_max_position_embeddings": 4, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": True}
+        | {"llama_4_scaling_beta": 0.5, "rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm": LLAMA | {"model_type": "glm", "head_dim": 8, "attention_bias": True},
+    "glm4": LLAMA | {"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False},
+    "ernie4_5": LLAMA | {"model_type": "ernie4_5", "use_bias": True, "head_dim": None, "tie_word_embeddings": True},
+    "ernie4_5_moe": LLAMA | ERNIE,
+    "ernie4_5_moe_between": LLAMA
+    | ERNIE
+    | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 0, "tie_word_embeddings": True},
+    "exaone4": LLAMA
+    | {"model_type": "exaone4", "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2},
+    "exaone4_full": LLAMA | {"model_type": "exaone4", "sliding_window": None, "layer_types": 2 * ["full_attention"]},
+    "hunyuan": LLAMA
+    | {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 16,
+        "attention_bias": True,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+    },
+    "hunyuan_moe": LLAMA
+    | {"model_type": "hunyuan_v1_moe", "head_dim": 8, "num_experts": 6, "moe_topk": 3, "tie_word_embeddings": True},
+    "minimax_m2": LLAMA
+    | {"model_type": "minimax_m2", "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 8},
+    "olmoe": LLAMA | {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    "olmoe_normed": LLAMA
+    | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    | {"attention_bias": True},
+    "qwen2_moe": MOE
+    | {"model_type": "qwen2_moe", "num_experts": 6, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "seed_oss": LLAMA | {"model_type": "seed_oss", "head_dim": 12, "attention_out_bias": True, "mlp_bias": True},
     "glm4_moe": GLM,
     "glm4_moe_groups": GLM
     | {

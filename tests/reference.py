@@ -18,7 +18,10 @@ def config(fields: dict) -> transformers.PretrainedConfig:
 
 def make_model(fields: dict) -> transformers.PreTrainedModel:
     """A model of the config, with weights by `families.make_tensor`."""
-    model = transformers.AutoModelForCausalLM.from_config(config(fields), attn_implementation="eager").eval()
+    make = transformers.AutoModelForCausalLM.from_config
+    if fields["model_type"] == "mistral4":  # the auto class has none for the text part alone
+        make = transformers.Mistral4ForCausalLM._from_config
+    model = make(config(fields), attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the fast ones take few widths of experts
     with torch.no_grad():

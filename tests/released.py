@@ -2,14 +2,16 @@
 
 from families import ALL, LLAMA3_SCALING, PARTIAL
 
-from specjax.models.experts import ClippedGated, Experts, TopKSoftmax
-from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.experts import ClippedGated, Experts, Shared, SigmoidTopK, TopKSoftmax
+from specjax.models.layer import Attention, GatedMLP, LayerConfig, OutputGate
 from specjax.models.layer_input import LayerInput
 from specjax.models.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, QueryScaling, Rope, YarnScaling
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
 SLIDING = {"window": 512}  # layers of Gemma 4
 FULL = {"rope": Rope(1e6, ProportionalScaling(3)), "head_size": 24}
+LAGUNA_SCALING = YarnScaling(128.0, 8192, 5e5, 32.0, 1.0, magnitude=1.4852030263919618)
+LAGUNA = {"has_head_norms": True, "output_gate": OutputGate("softplus", by_head=True)}
 # The case of `families.ALL` that has the same tensors, the fields, and the differences of the network from the case.
 RELEASED = {
     "Llama 3.1 8B Instruct": (
@@ -559,6 +561,105 @@ RELEASED = {
         },
         {},
     ),
+    "MiniMax-M2.5": (
+        "minimax_m2",
+        {
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "attn_type_list": [1, 1],
+            "hidden_act": "silu",
+            "model_type": "minimax_m2",
+            "mtp_transformer_layers": 1,
+            "num_mtp_modules": 3,
+            "qk_norm_type": "per_layer",
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 5000000,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.46.1",
+            "use_cache": True,
+            "use_mtp": True,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+        {"rope_theta": 5e6, "norm_eps": 1e-6},
+    ),
+    "Laguna S 2.1": (
+        "laguna",
+        {
+            "architectures": ["LagunaForCausalLM"],
+            "attention_bias": False,
+            "bos_token_id": 2,
+            "decoder_sparse_step": 1,
+            "eos_token_id": [2, 24],
+            "gating": "per-head",
+            "gating_types": ["per_head", "per_head"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "mlp_only_layers": [0],
+            "model_type": "laguna",
+            "moe_apply_router_weight_on_input": False,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 0.0,
+            "norm_topk_prob": True,
+            "pad_token_id": 9,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {
+                    "attention_factor": 1.4852030263919618,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "factor": 128.0,
+                    "original_max_position_embeddings": 8192,
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 500000.0,
+                    "rope_type": "yarn",
+                },
+                "sliding_attention": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "router_aux_loss_coef": 0.0,
+            "sliding_window": 512,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": LAGUNA_SCALING,
+            "norm_eps": 1e-6,
+            "layers": (
+                LayerConfig(Attention(**LAGUNA, rope=Rope(5e5, LAGUNA_SCALING, 8), num_heads=4)),
+                LayerConfig(
+                    Attention(**LAGUNA, window=512, rope=Rope(1e4), num_heads=8),
+                    Experts(SigmoidTopK(6, 3, scale=2.5), shared=Shared()),
+                ),
+            ),
+        },
+    ),
+    "ERNIE 4.5 21B A3B": (
+        "ernie4_5_moe",
+        {
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "model_type": "ernie4_5_moe",
+            "moe_capacity": [64, 64, 64],
+            "moe_gate": "topk",
+            "moe_layer_end_index": 1,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": 1,
+            "moe_use_aux_free": True,
+            "num_nextn_predict_layers": 1,
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 500000,
+            "tie_word_embeddings": False,
+            "use_bias": False,
+            "use_cache": False,
+            "use_rmsnorm": True,
+        },
+        {"rope_theta": 5e5},
+    ),
 }
 SIZES = {
     "vocab_size",
@@ -578,6 +679,12 @@ SIZES = {
     "num_kv_shared_layers",
     "hidden_size_per_layer_input",
     "vocab_size_per_layer_input",
+    "moe_k",
+    "moe_num_experts",
+    "moe_num_shared_experts",
+    "num_attention_heads_per_layer",
+    "rotary_dim",
+    "shared_expert_intermediate_size",
     "ffn_dim",
     "word_embed_proj_dim",
 }

@@ -21,6 +21,8 @@ CASES = {
     "gemma4_unified": "gemma4_unified",
     "ministral3": "mistral3",
     "mistral": "mistral3",
+    "mistral4": "mistral3",
+    "deepseek_v3": "kimi_k25",
 }  # model_type, by the case of the text part
 TYPES = ["sliding_attention", "full_attention"]
 BETA = {"rope_type": "default", "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
@@ -128,6 +130,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in .* must be absent"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention in .* must be False"),
         ("gemma3", {"layer_types": ["full_attention", "linear"]}, "layer_types in .* must be 2 times"),
+        ("exaone4", {"sliding_window_pattern": "LLG"}, "sliding_window_pattern in .* must be int, got 'LLG'"),
+        ("exaone4", {"layer_types": ["full_attention"]}, "layer_types in .* must be 3 times"),
+        ("glm4", {"partial_rotary_factor": 0.2}, "partial_rotary_factor in .* must turn an even number of the 16"),
+        ("hunyuan", {"use_cla": True}, "use_cla in .* must be False, the only value"),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope_scaling.alpha in .* must be positive"),
+        ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",
             {"rope_parameters": {"rope_type": "default"}},
@@ -148,6 +156,10 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
         ("smollm3_window", {"sliding_window": None}, 500.0, None, (None, None)),
         ("ministral3", {"rope_parameters": None}, 1e6, YarnScaling(16.0, 16384, 1e6), (5, 5)),
         ("ministral3", {"rope_parameters": BETA, "rope_theta": None}, 1e4, None, (5, 5)),
+        ("exaone4", {"sliding_window": None}, 500.0, None, (4096, None, 4096)),
+        ("exaone4_full", {"sliding_window_pattern": "LLLG", "sliding_window": 7}, 500.0, None, (None, None)),
+        ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": 8.0}}, 500 * 8.0 ** (16 / 14), None, (None, None)),
+        ("ernie4_5", {"rope_theta": None, "head_dim": 8}, 5e5, None, (None, None)),
     ],
 )
 def test_defaults_of_transformers(case, change, theta, scaling, windows, tmp_path):

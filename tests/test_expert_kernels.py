@@ -174,6 +174,7 @@ MANY = [  # a router of each kind, of sizes that are powers of two and that are 
     SoftmaxTopK(512, 10, has_scales=True),
     TopKSoftmax(128, 5),
     SigmoidTopK(160, 6, scale=2.5),
+    SoftmaxTopK(96, 6, has_corrections=True),
 ]
 
 

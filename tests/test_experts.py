@@ -58,6 +58,8 @@ def expected_choice(router, params, logits: np.ndarray) -> tuple[np.ndarray, np.
         return chosen, softmax(np.take_along_axis(logits, chosen, 1))
     if isinstance(router, SoftmaxTopK):
         scores, corrected, scale = softmax(logits), logits, 1.0
+        if router.has_corrections:
+            corrected = scores + params["router_correction"]
     else:
         scores, scale = 1 / (1 + np.exp(-logits)), router.scale
         corrected = scores + params["router_correction"]
@@ -76,6 +78,7 @@ def expected_choice(router, params, logits: np.ndarray) -> tuple[np.ndarray, np.
 ROUTERS = {
     "softmax": SoftmaxTopK(12, 3, is_renormalized=False),
     "renormalized": SoftmaxTopK(12, 4),
+    "corrected": SoftmaxTopK(12, 4, has_corrections=True),
     "of the chosen": TopKSoftmax(12, 4),
     "sigmoid": SigmoidTopK(12, 3, scale=2.5),
     "groups": SigmoidTopK(12, 4, is_renormalized=False, scale=1.5, num_groups=4, num_chosen_groups=2),
@@ -90,7 +93,7 @@ def test_choice_and_weights(name):
     random, ties = numbers(1000, 12), np.random.default_rng(2).integers(0, 3, (200, 12)).astype(np.float32)
     without = jax.tree.map(np.zeros_like, params)
     cases = [(random, params), (random[:50], params), (ties, without), (ties[:50], without)]
-    if isinstance(router, SoftmaxTopK):
+    if isinstance(router, SoftmaxTopK) and not router.has_corrections:
         cases.append((200 * random[:50], params))
     for logits, own in cases:
         experts, weights = jax.jit(router.__call__)(own, logits)

@@ -156,6 +156,25 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
         ("gemma4_moe", {"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input in .* must be vocab_size = 64"),
+        ("afmoe", {"score_func": "softmax"}, "score_func in .* must be 'sigmoid'"),
+        ("afmoe", {"n_group": 2}, "n_group in .* must be 1, the only value"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias in .* must be False"),
+        ("ernie4_5_moe", {"moe_k": 7}, r"moe_k in .* must be in \[1, 6\], got 7"),
+        ("hunyuan_moe", {"moe_topk": [3]}, "moe_topk in .* must be one number, or the same number for each layer"),
+        ("hunyuan_moe", {"moe_topk": [3, 2]}, "moe_topk in .* must be one number, or the same number for each layer"),
+        ("hunyuan_moe", {"moe_intermediate_size": [24, 24]}, "moe_intermediate_size in .* must be 48, the only value"),
+        ("laguna", {"gating": False}, "gating in .* must be True, 'per-head' or 'per-element', got False"),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 7]},
+            "num_attention_heads_per_layer in .* must be 2 multiples",
+        ),
+        ("laguna", {"moe_router_logit_softcapping": 2.0}, "moe_router_logit_softcapping in .* must be 0.0"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list in .* must have the value 1 for each layer"),
+        ("minimax_m2", {"rotary_dim": 17}, r"rotary_dim in .* must be in \[1, 16\], got 17"),
+        ("mistral4", {"n_group": 2}, "n_group in .* must be 1, the only value"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 20}, r"gate_proj.weight in .* must have shape \(20, 32\)"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 2 times 'dense' or 'sparse'"),
         ("glm4_moe_lite", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
         ("deepseek_v3", {"q_lora_rank": 16}, r"q_a_proj.weight in .* must have shape \(16, 32\), got \(20, 32\)"),
@@ -173,17 +192,47 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
         load(directory)
 
 
+def test_a_number_for_each_layer(tmp_path):
+    """As the files of Hunyuan-A13B have it."""
+    directory = write(tmp_path / "model", "hunyuan_moe")
+    expected = load(directory).apply.config
+    fields = {"moe_topk": [3, 3], "num_shared_expert": [1, 1], "moe_intermediate_size": [48, 48]}
+    (directory / "config.json").write_text(json.dumps(ALL["hunyuan_moe"] | fields))
+    assert load(directory).apply.config == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "released"),
+    [
+        ("ernie4_5_moe", "gate.moe_statics.", "moe_statics."),
+        ("laguna", "shared_experts.", "shared_expert."),
+        ("minimax_m2", "mlp.", "block_sparse_moe."),
+    ],
+)
+def test_names_of_released_tensors(case, name, released, tmp_path):
+    def renamed(of_tensor):
+        of_laguna = of_tensor.replace("gate.e_score", "experts.e_score") if case == "laguna" else of_tensor
+        return of_laguna.replace(name, released)
+
+    plain = load(write(tmp_path / "plain", case))
+    model = load(write(tmp_path / "released", case, renamed=renamed))
+    for one, other in zip(*map(jax.tree.leaves, (model.params, plain.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_an_empty_table_is_as_none(tmp_path):
     config = load(write(tmp_path / "model", "gpt_oss", config=ALL["gpt_oss"] | {"rope_scaling": {}})).apply.config
     assert config.rope_scaling.factor == 32.0
 
 
 def test_windows_of_mixtures(tmp_path):
-    """In transformers, gpt-oss has another default, and Qwen3-MoE does not read max_window_layers."""
+    """In transformers, gpt-oss has another default, and Qwen's mixtures read max_window_layers otherwise or not."""
     fields = {name: value for name, value in ALL["gpt_oss"].items() if name != "sliding_window"}
     assert load(write(tmp_path / "gpt_oss", "gpt_oss", config=fields)).apply.config.windows == (128, None)
     fields = ALL["qwen3_moe"] | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     assert load(write(tmp_path / "qwen3_moe", "qwen3_moe", config=fields)).apply.config.windows == (5, 5)
+    fields = ALL["qwen2_moe"] | {"use_sliding_window": True, "sliding_window": 5}
+    assert load(write(tmp_path / "qwen2_moe", "qwen2_moe", config=fields)).apply.config.windows == (5, None)
 
 
 @pytest.mark.parametrize(

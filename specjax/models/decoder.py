@@ -54,6 +54,7 @@ class DecoderConfig:
     axis_name: str | None = None  # mesh axis whose devices share the decoder; the sizes then describe one device's part
     query_scaling: QueryScaling | None = None  # factor on queries by their position; None for none
     rotary_size: int | None = None  # numbers of a head that turn with the position, the first ones; None is all
+    rope_is_interleaved: bool = False  # whether two numbers that turn together stand side by side in a head
     expert_size: int = 0  # width of each expert
     shared_size: int = 0  # width of the MLP beside the experts
     num_padding: int = 0  # ids of the vocabulary that are padding, after the others on the last devices
@@ -72,7 +73,7 @@ class DecoderConfig:
     @property
     def rope(self) -> Rope:
         """How the heads turn in layers that do not say it themselves."""
-        return Rope(self.rope_theta, self.rope_scaling, self.rotary_size)
+        return Rope(self.rope_theta, self.rope_scaling, self.rotary_size, self.rope_is_interleaved)
 
     @property
     def each_layer(self) -> tuple[LayerConfig, ...]:

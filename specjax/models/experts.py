@@ -100,18 +100,23 @@ class SoftmaxTopK:
     num_chosen: int
     is_renormalized: bool = True  # whether the weights of the chosen experts are divided by their sum
     has_scales: bool = False  # whether the weights are then multiplied by a number of each expert, as in Gemma 4
+    has_corrections: bool = False  # whether a number of each expert is added for the choice, as in ERNIE 4.5
     has_kernel = True
 
     def __post_init__(self):
         _check_choice(self.num_experts, self.num_chosen)
 
     def shapes(self) -> Shapes:
-        return {"router_scale": (self.num_experts,)} if self.has_scales else {}
+        shapes: Shapes = {"router_scale": (self.num_experts,)} if self.has_scales else {}
+        return shapes | ({"router_correction": (self.num_experts,)} if self.has_corrections else {})
 
     def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
+        probabilities, scores = jax.nn.softmax(logits, axis=-1), logits
+        if self.has_corrections:
+            scores = probabilities + params["router_correction"].astype(jnp.float32)[None]
         # Probabilities that underflow are equal; their logits are not.
-        _, experts = largest(logits, self.num_chosen)
-        weights = _at(jax.nn.softmax(logits, axis=-1), experts)
+        _, experts = largest(scores, self.num_chosen)
+        weights = _at(probabilities, experts)
         if self.is_renormalized:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         if self.has_scales:

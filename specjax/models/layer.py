@@ -31,6 +31,7 @@ ACTIVATIONS = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 NO_KEYS: tuple[Any, Any] = None, None  # the keys and values that a layer with another one's memory gives it
 Params = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -62,6 +63,24 @@ class Around(Protocol):
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """Factors on the output of attention: a function of a product with its input."""
+
+    function: str  # "sigmoid" or "softplus"
+    by_head: bool = False  # whether a head has one factor; otherwise each of its numbers has one
+
+    def size(self, head_size: int) -> int:
+        """Return the number of factors of a head."""
+        return 1 if self.by_head else head_size
+
+    def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer, attended: Array) -> Array:
+        """Return the output of the heads [B, T, H, D] times their factors."""
+        logits = product(config, params, "attention_gate", call.x, norm=call.norm)
+        factors = GATES[self.function](logits.astype(jnp.float32)).astype(attended.dtype)
+        return attended * factors.reshape(*attended.shape[:3], -1)
+
+
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query attention with rotary positions.
 
@@ -79,10 +98,15 @@ class Attention:
     has_gate: bool = False  # whether the output is multiplied by sigmoids, whose rows follow each query head's
     rope: Rope | None = None  # how queries and keys turn; None is as the config says
     head_size: int | None = None  # numbers of a head; None is the config's
+    num_heads: int | None = None  # number of query heads; None is the config's
     num_kv_heads: int | None = None  # number of key heads; None is the config's
     has_values: bool = True  # whether values have a projection; otherwise they are keys before norm and rotation
     has_value_norm: bool = False  # whether each value head is scaled to unit root mean square
     keys_of: int | None = None  # index of the earlier layer whose keys and values it attends to; None: its own
+    norms_turned: bool = False  # whether the norms of heads are of heads that have turned, as in Hunyuan
+    output_gate: OutputGate | None = (
+        None  # factors on the output, by a matrix of their own; None for none
+    )
 
     @property
     def query_parts(self) -> int:
@@ -109,6 +133,8 @@ class Attention:
             shapes |= {"query_norm": (config.num_heads * size,), "key_norm": (config.num_kv_heads * size,)}
         if self.has_sinks:
             shapes["sinks"] = (config.num_heads,)
+        if self.output_gate is not None:
+            shapes["attention_gate"] = matrix_shape(config, inputs, config.num_heads * self.output_gate.size(size))
         return shapes
 
     def __call__(
@@ -122,22 +148,26 @@ class Attention:
         qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
         query, *own = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
-        query = self._normed(config, params, "query", query)
+        query = self._placed(config, params, "query", query, turns)
         if call.query_factor is not None:
             query = times(query, call.query_factor[..., None, None])
-        query = in_pairs(self._rope(config), query)
-        key, value = self._own(config, params, *own) if own else NO_KEYS
+        key, value = self._own(config, params, turns, *own) if own else NO_KEYS
+        turns = None if self.norms_turned else turns
         attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
         if gate:
             attended = attended * jax.nn.sigmoid(gate[0])
+        if self.output_gate is not None:
+            attended = self.output_gate(config, params, call, attended)
         return join(config, params, "attention_out", attended.reshape(*rows, heads * size), call), kept
 
-    def _own(self, config: "DecoderConfig", params: Params, key: Array, value: Array | None = None) -> tuple[Any, Any]:
+    def _own(
+        self, config: "DecoderConfig", params: Params, turns: Rotation | None, key: Array, value: Array | None = None
+    ) -> tuple[Any, Any]:
         """Return the keys and values of the layer [B, T, kv heads, D], given the projections of its input."""
         value = key if value is None else value
         if self.has_value_norm:
             value = rms_norm(value, (jnp.ones(value.shape[-1], jnp.float32), config.norm_eps))
-        return in_pairs(self._rope(config), self._normed(config, params, "key", key)), value
+        return self._placed(config, params, "key", key, turns), value
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
         """Return the rotated keys and the values [B, T, kv heads, head size] of tokens, without their queries."""
@@ -147,12 +177,12 @@ class Attention:
         bias = None if bias is None else bias[first:][None, None]
         both = linear(x, weight, transposed=config.transposed, residual=bias)
         key, value = jnp.split(both.reshape(*x.shape[:2], 2 * config.num_kv_heads, config.head_size), 2, axis=2)
-        key = self._normed(config, params, "key", key)
-        return rotate(in_pairs(self._rope(config), key), turns), value
+        key = self._placed(config, params, "key", key, turns)
+        return key if self.norms_turned else rotate(key, turns), value
 
     def sized(self, config: "DecoderConfig") -> "DecoderConfig":
         """Return the config with the sizes of this layer."""
-        own = {"head_size": self.head_size, "num_kv_heads": self.num_kv_heads}
+        own = {"head_size": self.head_size, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         given = {name: size for name, size in own.items() if size is not None}
         return replace(config, **given) if given else config
 
@@ -163,8 +193,14 @@ class Attention:
             return rms_norm(flat, _norm(config, params, name), config.axis_name).reshape(heads.shape)
         return rms_norm(heads, _norm(config, params, name)) if self.has_head_norms else heads
 
-    def _rope(self, config: "DecoderConfig") -> Rope:
-        return config.rope if self.rope is None else self.rope
+    def _placed(
+        self, config: "DecoderConfig", params: Params, name: str, heads: Array, turns: Rotation | None
+    ) -> Array:
+        """Return queries or keys [B, T, H, D] after their norm, in pairs; they turn before a norm of turned heads."""
+        rope = config.rope if self.rope is None else self.rope
+        if self.norms_turned:
+            return self._normed(config, params, name, rotate(in_pairs(rope, heads), turns))
+        return in_pairs(rope, self._normed(config, params, name, heads))
 
 
 @dataclass(frozen=True)
@@ -321,13 +357,14 @@ def times(x: Array, factor: Array | float) -> Array:
 def in_pairs(rope: Rope, heads: Array) -> Array:
     """Return queries or keys [B, T, H, D] with the numbers that turn together D / 2 apart.
 
-    Where only the first `rope.size` numbers of a head turn, their pairs are half of that apart. Queries and keys in
-    another order have the same products.
+    Where only the first `rope.size` numbers of a head turn, their pairs are half of that apart, or side by side.
+    Queries and keys in another order have the same products.
     """
-    if not rope.size:
+    if not rope.size and not rope.is_interleaved:
         return heads
-    turned, kept = jnp.split(heads, [rope.size], axis=-1)
-    (a, c), (b, d) = jnp.split(turned, 2, axis=-1), jnp.split(kept, 2, axis=-1)
+    turned, kept = jnp.split(heads, [heads.shape[-1] if rope.size is None else rope.size], axis=-1)
+    a, c = (turned[..., 0::2], turned[..., 1::2]) if rope.is_interleaved else jnp.split(turned, 2, axis=-1)
+    b, d = jnp.split(kept, 2, axis=-1)
     return jnp.concatenate([a, b, c, d], axis=-1)
 
 

@@ -186,6 +186,7 @@ class Rope:
     theta: float = 10000.0  # base of the frequencies
     scaling: RopeScaling | None = None  # changes the frequencies; None keeps them
     size: int | None = None  # numbers of a head that turn, the first ones; None is all
+    is_interleaved: bool = False  # whether two numbers that turn together stand side by side in a head
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,13 @@ def _part_of_layer(layer: LayerConfig, number: int) -> LayerConfig:
 
 def _part_of_mixer(mixer: Any, number: int) -> Any:
     """Return one device's part of a mixer."""
-    if isinstance(mixer, Attention) and mixer.num_kv_heads is not None:
-        return replace(mixer, num_kv_heads=_part_of_key_heads("num_kv_heads", mixer.num_kv_heads, number))
+    if isinstance(mixer, Attention):
+        own = {}
+        if mixer.num_heads is not None:
+            own["num_heads"] = _part_of_heads("num_heads of a layer", mixer.num_heads, number)
+        if mixer.num_kv_heads is not None:
+            own["num_kv_heads"] = _part_of_key_heads("num_kv_heads", mixer.num_kv_heads, number)
+        return replace(mixer, **own)
     if isinstance(mixer, Mamba2):
         groups = mixer.num_key_heads
         return replace(
@@ -286,6 +291,9 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         return [own(part.num_heads)]
     if name == "attention_out":
         return [own(part.num_heads * head)]
+    if name == "attention_gate":
+        assert isinstance(whole, DecoderConfig), "no other network has one"
+        return [own(part.num_heads * whole.layers[0].mixer.output_gate.size(head))]
     if name in ("mlp_in", "mlp_in_bias", "mlp_out"):
         return [own(mlp)]
     if name in ("gate_up", "gate_up_bias"):

@@ -239,6 +239,15 @@ class Tensors:
         """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})
 
+    def row(self, name: str, size: int) -> Array:
+        """Read a table of one row [1, size] as a vector."""
+        self._check(name, (1, size))
+
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+            self._copy(out[None], name, (slice(1), slice(*bounds[0])))
+
+        return self._array(Stored((size,), self._dtype, fill), [name])
+
     def matrices(self, inputs: int, outputs: dict[str, int], *, transposed: bool = False) -> Any:
         """Read matrices of one input and concatenate their outputs: [inputs, sum of outputs], or its transpose.
 

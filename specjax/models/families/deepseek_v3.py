@@ -1,10 +1,11 @@
-"""DeepSeek V3 and GLM-4.7-Flash: change GLM-4.5 by attention on latents."""
+"""DeepSeek V3, Kimi K2 and GLM-4.7-Flash: change GLM-4.5 by attention on latents."""
 
 import math
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.experts import Experts
 from specjax.models.families import llama, mixtures
+from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
 from specjax.models.tensors import Tensors
@@ -16,6 +17,13 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     return _decoder(config, tensors, mixtures.after_dense(config, layer(config), 3))
 
 
+def build_text(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Kimi K2.5 checkpoint, without the tensors of its images."""
+    text, tensors = text_part(config, tensors)
+    text.choice("model_type", ("kimi_k2", "deepseek_v3"), "deepseek_v3")
+    return _decoder(text, tensors, mixtures.after_dense(text, layer(text), 3), OTHERS)
+
+
 def build_lite(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a GLM-4.7-Flash checkpoint, without its layers for multi-token prediction."""
     return _decoder(config, tensors, mixtures.by_types(config, layer_lite(config)))
@@ -24,15 +32,15 @@ def build_lite(config: ConfigFile, tensors: Tensors) -> Model:
 def layer(config: ConfigFile) -> LayerConfig:
     """Return the description of the layers of DeepSeek V3 with experts."""
     experts = mixtures.sigmoid_experts(config, scale=2.5, num_groups=8, num_chosen_groups=4)
-    return _with_latents(config, experts, query_rank=1536)
+    return with_latents(config, experts, query_rank=1536)
 
 
 def layer_lite(config: ConfigFile) -> LayerConfig:
     """Return the description of the layers of GLM-4.7-Flash with experts."""
-    return _with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
+    return with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
 
 
-def _with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerConfig:
+def with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerConfig:
     """Return a layer that attends to latents, and set the field head_dim to the part of a head that turns.
 
     Args:
@@ -68,12 +76,14 @@ def _gain(config: ConfigFile) -> float:
     return 1.0 if of_all is None or factor <= 1 else 0.1 * of_all * math.log(factor) + 1
 
 
-def _decoder(config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...]) -> Model:
+def _decoder(
+    config: ConfigFile, tensors: Tensors, layers: tuple[LayerConfig, ...], others: tuple[str, ...] = ()
+) -> Model:
     return llama.decoder(
         config,
         tensors,
         layers,
         mixture=mixtures.Names(),
-        ignored=mixtures.mtp_layers(config),
+        ignored=(*mixtures.mtp_layers(config), *others),
         **mixtures.widths(config),
     )

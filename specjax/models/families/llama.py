@@ -129,6 +129,7 @@ def config_of(
         "rope_theta": turns.theta,
         "rope_scaling": turns.scaling,
         "rotary_size": turns.size,
+        "rope_is_interleaved": turns.is_interleaved,
         "norm_eps": config.number("rms_norm_eps"),
         "tie_embeddings": config.get("tie_word_embeddings", bool, tie_embeddings),
     }
@@ -277,6 +278,10 @@ def attention_params(
         "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
         "attention_out": matrices(query, {f"{name}.o_proj.weight": config.hidden_size}),
     }
+    if mixer.output_gate is not None:
+        stored = "g_proj" if f"{name}.g_proj.weight" in tensors else "gate_proj"
+        width = config.num_heads * mixer.output_gate.size(size)
+        params["attention_gate"] = matrices(inputs, {f"{name}.{stored}.weight": width})
     if mixer.has_bias:
         params["qkv_bias"] = tensors.vectors({f"{part}.bias": width for part, width in widths.items()})
     if mixer.has_out_bias:
@@ -284,9 +289,10 @@ def attention_params(
     if mixer.has_sinks:
         params["sinks"] = tensors.vectors({f"{name}.sinks": config.num_heads})
     if mixer.has_head_norms:
-        params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": size})
+        of_query, of_key = ("query_layernorm", "key_layernorm") if mixer.norms_turned else ("q_norm", "k_norm")
+        params["query_norm"] = tensors.vectors({f"{name}.{of_query}.weight": size})
         if mixer.keys_of is None:
-            params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": size})
+            params["key_norm"] = tensors.vectors({f"{name}.{of_key}.weight": size})
     if mixer.has_wide_norms:
         params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": query})
         params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": key_value})

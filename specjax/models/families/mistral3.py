@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import llama, mistral, ropes
+from specjax.models.families import llama, mistral, mistral4, ropes
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import LayerConfig
 from specjax.models.rope import QueryScaling
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
-MINISTRAL3 = "ministral3"  # model_type of the text part of Ministral 3
 YARN = {  # the rotation of models whose files do not say it
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -31,8 +30,8 @@ YARN = {  # the rotation of models whose files do not say it
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a checkpoint that also takes images."""
     text, tensors = text_part(config, tensors)
-    kind = text.choice("model_type", ("mistral", MINISTRAL3))
-    return (build_text if kind == MINISTRAL3 else mistral.build)(text, tensors, OTHERS)
+    kind = text.choice("model_type", tuple(TEXT))
+    return TEXT[kind](text, tensors, OTHERS)
 
 
 def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = ()) -> Model:
@@ -46,3 +45,6 @@ def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = 
     read = partial(ropes.read, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
     options: dict[str, Any] = {"head_size": 128, "query_scaling": scaling, "rope": read, "ignored": ignored}
     return llama.decoder(config, tensors, layers, **options)
+
+
+TEXT = {"mistral": mistral.build, "ministral3": build_text, "mistral4": mistral4.build_text}  # by type of the text part

@@ -121,6 +121,7 @@ class Names:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    correction: str = "gate.e_score_correction_bias"
 
     def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
         """Read the parameters of a mixture, as `Experts.shapes` names them.
@@ -140,9 +141,12 @@ class Names:
         params = {"router": tensors.table(f"{block}.{self.router}.weight", number, config.hidden_size)}
         params |= self.experts(config, number, tensors, block)
         if "router_correction" in ffn.router.shapes():
-            name = f"{block}.{self.router}.e_score_correction_bias"
-            params["router_correction"] = tensors.vectors({name: number})
+            params["router_correction"] = self.corrections(number, tensors, f"{block}.{self.correction}")
         return params | self._shared(config, ffn, tensors, block)
+
+    def corrections(self, number: int, tensors: Tensors, name: str) -> Any:
+        """Read the numbers [experts] that are added for the choice, given the name of their tensor."""
+        return tensors.vectors({name: number})
 
     def experts(self, config: DecoderConfig, number: int, tensors: Tensors, block: str) -> dict[str, Any]:
         """Read the matrices of the experts of a block, given their number."""

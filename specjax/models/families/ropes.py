@@ -1,7 +1,9 @@
 """The fields of config.json that say how heads turn with the position, as transformers 4 or 5 writes them."""
 
 import math
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from specjax.models.config_file import MAX_NUMBER, ConfigFile
 from specjax.models.rope import (
@@ -95,6 +97,11 @@ def read_types(
 
 
 read_fixed = partial(read, kinds=FIXED)
+
+
+def read_side_by_side(config: ConfigFile, head_size: int, **options: Any) -> Rope:
+    """Return how heads turn whose numbers that turn together stand side by side; the arguments are as in `read`."""
+    return replace(read(config, head_size, **options), is_interleaved=True)
 
 
 def _base(config: ConfigFile, table: ConfigFile, name: str, default: float) -> float:

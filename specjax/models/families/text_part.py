@@ -9,6 +9,7 @@ OTHERS = (  # names of tensors that text does not pass through
     "model.vision_tower.*",
     "multi_modal_projector.*",
     "model.multi_modal_projector.*",
+    "mm_projector.*",
     "model.embed_vision.*",
     "model.audio_tower.*",
     "model.embed_audio.*",
