@@ -104,9 +104,7 @@ class Attention:
     has_value_norm: bool = False  # whether each value head is scaled to unit root mean square
     keys_of: int | None = None  # index of the earlier layer whose keys and values it attends to; None: its own
     norms_turned: bool = False  # whether the norms of heads are of heads that have turned, as in Hunyuan
-    output_gate: OutputGate | None = (
-        None  # factors on the output, by a matrix of their own; None for none
-    )
+    output_gate: OutputGate | None = None  # factors on the output, by another matrix; None for none
 
     @property
     def query_parts(self) -> int:
