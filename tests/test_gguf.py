@@ -207,6 +207,22 @@ def test_byte_level_tokenizers():
         tokens("a", **{"tokenizer.ggml.model": "rwkv"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("token_type", 1, "token_type in .* must be list, got int"),
+        ("pre", ["smollm"], r"pre in .* must be one of .*, got \['smollm'\]"),
+    ],
+)
+def test_fields_of_tokenizers_of_other_types(name, value, message):
+    from specjax.models.gguf.header import Header
+    from specjax.models.gguf.tokenizer import tokenizer_of
+
+    fields = files.byte_level(**{f"tokenizer.ggml.{name}": value})
+    with pytest.raises(ValueError, match=message):
+        tokenizer_of(Header("model.gguf", fields, {}))
+
+
 def test_sentence_piece_tokenizers():
     from specjax.models.gguf.header import Header
     from specjax.models.gguf.tokenizer import tokenizer_of

@@ -1,5 +1,6 @@
 """GGUF files of several families, written by the package gguf, against checkpoints of the same floats."""
 
+import gguf_files
 import numpy as np
 import pytest
 from families import ALL, LONGROPE, PARTIAL, shapes, write
@@ -8,6 +9,7 @@ from test_families import TOLERANCE, difference, whole_logits
 
 from specjax.models import load
 from specjax.models.gguf.blocks import matrix_of
+from specjax.models.gguf.header import read_header
 from specjax.models.quantized import dequantize
 
 gguf = pytest.importorskip("gguf")
@@ -199,6 +201,7 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
         ("qwen3moe", {"add_expert_count": 7}, r"mlp.gate.weight in .* must have shape \(7, 32\), got \(8, 32\)"),
         ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),
         ("phi3", {"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "phi3.rope.scaling.type in .* must be"),
+        ("phi3", {"add_head_count": 64}, "phi3.attention.key_length in .* must be at least 1, got 0"),
         ("smollm3", {"add_rope_dimension_count": 4}, "smollm3.rope.dimension_count in .* must be 8 or absent, got 4"),
     ],
 )
@@ -207,4 +210,19 @@ def test_fields_that_are_refused(architecture, fields, message, tmp_path):
     tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
     path = write_gguf(tmp_path / "model.gguf", architecture, ALL[case] | changes, tensors, usual | fields)
     with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("kept", ["short", None])
+def test_factors_of_rotary_positions_that_are_missing(kept, tmp_path):
+    case, changes, fields = CASES["phi3"]
+    tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
+    header = read_header(write_gguf(tmp_path / "whole.gguf", "phi3", ALL[case] | changes, tensors, fields))
+    stored = {
+        name: (entry.kind.name, entry.shape, header.bytes_of(entry).tobytes())
+        for name, entry in header.tensors.items()
+        if not name.startswith("rope_factors") or name == f"rope_factors_{kept}.weight"
+    }
+    path = gguf_files.write(tmp_path / "model.gguf", header.fields, stored)
+    with pytest.raises(ValueError, match=r"tensor rope_factors_(short|long).weight is missing from .*model.gguf"):
         load(path)

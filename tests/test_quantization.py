@@ -1,5 +1,6 @@
 """Matrices in every layout of quantised checkpoints, read and compared bit by bit with the written formulas."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -285,6 +286,15 @@ def test_a_damaged_matrix_is_named(rng, damage, message):
     arrays, _ = files.gptq(rng, 16, 64, 32)
     with pytest.raises(ValueError, match=message):
         read(GPTQ, damage(arrays), (16, 64))
+
+
+def test_a_block_that_is_larger_than_a_matrix(rng):
+    """The number in the file, which may be huge, costs no memory."""
+    arrays, expected = files.bits4(rng, 6, 128, NF4, True)
+    name = "weight.quant_state.bitsandbytes__nf4"
+    state = json.dumps(json.loads(arrays[name].tobytes()) | {"nested_blocksize": 10**30}).encode()
+    found = read({"quant_method": "bitsandbytes"}, arrays | {name: np.frombuffer(state, np.uint8)}, (6, 128))
+    np.testing.assert_array_equal(dequantize(found), expected)
 
 
 def test_damaged_states_of_bitsandbytes(rng):

@@ -2,11 +2,13 @@
 
 import json
 
+import families
+import hybrids
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_checkpoint import make_tensors, write
 from test_experts import QWEN, write_apart
 from test_experts import write as write_experts
@@ -98,6 +100,73 @@ def test_experts_get_matrices_of_their_own(tmp_path, case):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "case"),
+    [
+        (families.write, "opt_post_norm"),
+        (families.write, "gemma4_small"),
+        (families.write, "gemma4_moe"),
+        (families.write, "deepseek_v3"),
+        (hybrids.write, "nemotron_h_latents"),
+        (families.write, "minimax_m2"),
+        (families.write, "laguna"),
+    ],
+)
+def test_all_matrices_of_a_family_are_rounded_as_when_it_is_read(tmp_path, write, case):
+    path = write(tmp_path / "in", case)
+    write_quantized(models.Checkpoint(path), tmp_path / "out", "int8")
+    written, rounded = models.load(tmp_path / "out"), models.load(path, quantization="int8")
+    leaves = [jax.tree.leaves(m.params, is_leaf=is_quantized) for m in (written, rounded)]
+    for one, other in zip(*leaves, strict=True):
+        assert is_quantized(one) == is_quantized(other)
+        np.testing.assert_array_equal(*(np.asarray(dequantize(x) if is_quantized(x) else x) for x in (one, other)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral"])
+def test_experts_whose_second_matrix_is_copied(tmp_path, case):
+    """It has 20 or 48 inputs, which groups of 32 do not divide, and the first one has 32."""
+    path = families.write(tmp_path / "in", case)
+    write_quantized(models.Checkpoint(path), tmp_path / "out", "int4")
+    written, floats = models.load(tmp_path / "out").params["layers"][1], models.load(path).params["layers"][1]
+    assert is_quantized(written["experts_gate_up"])
+    np.testing.assert_array_equal(written["experts_out"], floats["experts_out"])
+
+
+@pytest.mark.slow
+def test_stacks_of_floats_that_no_list_ignores(tmp_path):
+    """They are no modules, so other tools do not name them. Their biases lie in another file."""
+    path = families.write(tmp_path / "in", "gpt_oss")
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    files = {name: f"{name.endswith('bias')}.safetensors" for name in tensors}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for file in set(files.values()):
+        save_file({name: x for name, x in tensors.items() if files[name] == file}, path / file)
+    write_quantized(models.Checkpoint(path), tmp_path / "out", "int8")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    config["quantization_config"]["ignore"] = [name for name in ignored if not name.endswith("_proj")]
+    assert len(config["quantization_config"]["ignore"]) < len(ignored)
+    expected = models.load(tmp_path / "out").params
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "out").params, expected)
+
+
+def test_towers_for_images_are_copied(tmp_path):
+    (tmp_path / "in").mkdir()
+    names = [f"{place}vision_tower.encoder.layers.0.self_attn.q_proj.weight" for place in ("", "model.")]
+    tower = {name: np.ones((64, 64), np.float32) for name in names}
+    path = write(tmp_path / "in", BASE, make_tensors(BASE) | tower)
+    write_quantized(models.Checkpoint(path), tmp_path / "out", "int8")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    for name in names:
+        np.testing.assert_array_equal(stored[name], tower[name])
+        assert name.removesuffix(".weight") in ignored
+
+
 def test_what_is_refused(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     path = write(tmp_path / "in", BASE, make_tensors(BASE))
@@ -110,3 +179,8 @@ def test_what_is_refused(tmp_path, capsys):
     assert "model must be a directory" in capsys.readouterr().err
     names = load_file(tmp_path / "out" / "model.safetensors")
     assert "model.embed_tokens.weight" in names and "lm_head.weight" in names
+    name = "model.layers.1.mlp.up_proj.weight"
+    stored = load_file(path / "model.safetensors")
+    save_file(stored | {name: stored[name] * np.nan}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"tensor {name} in .*model.safetensors: weight must be finite"):
+        write_quantized(models.Checkpoint(path), tmp_path / "nan", "int8")

@@ -1,5 +1,6 @@
 """Quantised matrices: the values of their codes, bit by bit, how they are cut and joined, and refused layouts."""
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -222,5 +223,13 @@ def test_refused_floats():
         quantize(jnp.ones((4, 64)), "int9")
     with pytest.raises(ValueError, match="weight must be finite"):
         quantize(jnp.full((4, 64), jnp.nan), "int8")
+    for format, bad in product(quantized.FORMATS, (np.nan, np.inf)):
+        weight = np.ones((64, 64), np.float32)
+        weight[3, 5] = bad
+        with pytest.raises(ValueError, match="weight must be finite"):
+            quantize(weight, format)
     with pytest.raises(ValueError, match="weight must be floats"):
         quantize(jnp.ones((4, 64), jnp.int32), "int8")
+    for shape, format in product([(0, 64), (4, 0)], quantized.FORMATS):
+        with pytest.raises(ValueError, match=r"weight must be floats of shape .*, got float32"):
+            quantize(np.ones(shape, np.float32), format)

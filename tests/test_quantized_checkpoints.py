@@ -335,6 +335,20 @@ def test_quantization_beside_the_config(tmp_path):
     np.testing.assert_allclose(logits(models.load(path)), expected, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("case", ["gptq", "packed"])
+def test_codes_that_the_config_does_not_name(tmp_path, case):
+    """Early tools for GPTQ wrote quantize_config.json alone; a pattern may ignore a matrix in codes."""
+    path, _ = write_both(tmp_path, *FORMATS[case])
+    config = json.loads((path / "config.json").read_text())
+    if case == "gptq":
+        (path / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+    else:
+        config["quantization_config"]["ignore"] = ["re:.*q_proj"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"q_proj.weight is in codes in .*, so that quantization_config in"):
+        models.load(path)
+
+
 def test_dtype_of_what_codes_stand_for(tmp_path):
     path, floats = write_both(tmp_path, *FORMATS["packed"])
     model = models.load(path, dtype="bfloat16")

@@ -6,6 +6,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,6 +192,20 @@ def test_parameters_are_shared_where_they_are_not_quantised():
     assert again["layers"][0]["qkv"] is made["int8"]["layers"][0]["qkv"]  # it has as few bits
     fewer = proposers.self_draft(replace(target, params=made["int8"]), 1).model.params
     assert fewer["layers"][0]["qkv"].bits == 4 and fewer["head"] is made["int8"]["head"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "gemma4_moe", "deepseek_v3"])
+def test_the_copy_of_a_mixture(tmp_path, case):
+    """Whose experts have their outputs first, and whose router, biases and matrix of latents stay as they are."""
+    path = families.write(tmp_path / "model", case)
+    target, rounded = models.load(path), models.load(path, quantization="int8")
+    copy = proposers.self_draft(target, 2, quantization="int8").model
+    params = {**copy.params, "head": target.params["head"]} if "head" in target.params else copy.params
+    tokens = jnp.asarray(families.tokens())
+    inputs = ModelInput(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    found, expected = (m.apply(p, inputs, None)[0].logits for m, p in ((copy, params), (rounded, rounded.params)))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.slow

@@ -17,11 +17,19 @@ from specjax.models.hub import FILES
 from specjax.models.quantized import GROUPS, Quantized, codes_of, format_of, quantize
 from specjax.models.safetensors_file import DTYPES, read_array, read_header
 
-MATRIX = re.compile(  # of a layer
-    r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:\w+_proj|in_proj_\w+|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear)\.weight"
+MATRIX = re.compile(  # of a layer, and what stands beside the layers of small Gemma 4 and of OPT
+    r"(?:.*\.)?(?:layers\.\d+\.(?:.*\.)?"
+    r"(?:\w+_proj|kv_a_proj_with_mqa|in_proj_\w+|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear"
+    r"|per_layer_input_gate|per_layer_projection)|per_layer_model_projection|project_in|project_out)\.weight"
+)
+COPIED = re.compile(  # of the towers for images and sound; and what makes keys of latents, which `load` keeps as floats
+    r"(?:model\.)?(?:vision_tower|audio_tower|visual)\..*|.*\.kv_b_proj\.weight"
 )
 STACK_OF_GRANITE = re.compile(r"(?:.*\.)?block_sparse_moe\.(?:in|out)put_linear\.weight")
-STACK = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|down_proj)")  # of all experts of a layer
+STACK = re.compile(  # of all experts of a layer
+    r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|up_proj|down_proj)"
+)
+AS_MIXTRAL = "mixtral", "minimax_m2"  # families whose files name experts alike
 FLOATS = ("F32", "BF16", "F16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -34,8 +42,9 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
     The files are in the format compressed-tensors: int8 and int4 as "pack-quantized", fp8 as "float-quantized". Loaded
     again, the checkpoint has the codes and scales that `models.load(directory, quantization=format)` makes. A stack of
     the matrices of experts becomes matrices with the names that other engines know. Embeddings, head, routers and
-    norms, the projections to the rates of gated delta nets, and matrices whose inputs are no multiple of 32, are
-    copied, and so are stacks that have biases, as gpt-oss has.
+    norms, the projections to the rates of gated delta nets, the matrix that makes keys and values of latents, and
+    towers for images and sound are copied, and so are stacks that have biases, as gpt-oss has. In int4 matrices whose
+    inputs are no multiple of 32 are copied, too.
 
     Args:
         model: the checkpoint, whose weights are floats in safetensors files.
@@ -62,22 +71,23 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
     rounded, ignored, weight_map = {}, ["lm_head"], {}
     before = after = 0
     files = model_files(model.directory)
+    names = {name for path in files for name in read_header(path)}
     for path in files:
         header = read_header(path)
         parts = {}
         for name, (_, entry) in header.items():
             rounding, ndim, family = None, len(entry["shape"]), model.config.get("model_type", str)
-            is_matrix = (MATRIX.fullmatch(name) and ndim == 2) or (
-                STACK.fullmatch(name) and f"{name}_bias" not in header
-            )
+            is_stack = STACK.fullmatch(name) and ndim == 3 and f"{name}_bias" not in names
+            is_matrix = is_stack or (MATRIX.fullmatch(name) and ndim == 2 and not COPIED.fullmatch(name))
             if is_matrix and entry["dtype"] in FLOATS:
                 rounding = _rounding_of(name, entry["shape"][-1], format)
             parts[name] = [Part(_in_layout(name, family), ..., tuple(entry["shape"]), None)]
-            if rounding is not None:
+            if is_stack or rounding is not None:
                 parts[name] = _matrices(name, tuple(entry["shape"]), rounding, family)
+            if rounding is not None:
                 rounded |= {part.name: rounding for part in parts[name]}
             elif (ndim == 2 and name.endswith(".weight")) or STACK.fullmatch(name):
-                ignored.append(_in_layout(name, family).removesuffix(".weight"))
+                ignored += [part.name.removesuffix(".weight") for part in parts[name]]
             before += math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
         written = _write(path, out / path.name, parts)
         after += sum(written.values())
@@ -168,18 +178,20 @@ class Part(NamedTuple):
 
 def _in_layout(name: str, family: str) -> str:
     """Return the name of a tensor where experts have matrices of their own; transformers 5 renames Mixtral's."""
-    return name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+    return name.replace(".mlp.", ".block_sparse_moe.") if family in AS_MIXTRAL else name
 
 
-def _matrices(name: str, shape: tuple[int, ...], rounding: Rounding, family: str) -> list[Part]:
+def _matrices(name: str, shape: tuple[int, ...], rounding: Rounding | None, family: str) -> list[Part]:
     """Return the matrices of a tensor, [N, K] or a stack [E, N, K] of the experts' matrices."""
     if len(shape) == 2:
         return [Part(_in_layout(name, family), ..., shape, rounding)]
     number, outputs, inputs = shape
     block, kind = _in_layout(name, family).rsplit(".", 1)
-    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ("w1", "w3", "w2") if family in AS_MIXTRAL else ("gate_proj", "up_proj", "down_proj")
     half = outputs // 2
-    rows = {gate: slice(0, half), up: slice(half, outputs)} if kind == "gate_up_proj" else {down: slice(0, outputs)}
+    rows = {up if kind == "up_proj" else down: slice(0, outputs)}
+    if kind == "gate_up_proj":
+        rows = {gate: slice(0, half), up: slice(half, outputs)}
     return [
         Part(f"{block}.{i}.{part}.weight", (i, place), (place.stop - place.start, inputs), rounding)
         for i in range(number)
@@ -210,7 +222,10 @@ def _write(path: Path, out: Path, parts: dict[str, list[Part]]) -> dict[str, int
             logger.info("%s %s", name, "copied" if how is None else f"rounded to {how.format}")
             for part in own:
                 value = values[part.place]
-                arrays = {part.name: value} if how is None else _arrays(part.name, quantize(value, how.format))
+                try:
+                    arrays = {part.name: value} if how is None else _arrays(part.name, quantize(value, how.format))
+                except ValueError as error:
+                    raise ValueError(f"tensor {name} in {path}: {error}") from error
                 _append(file, arrays, header)
     return sizes
 

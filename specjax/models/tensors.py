@@ -493,6 +493,11 @@ class Tensors:
         for candidate in self._candidates(name):
             if candidate in self._paths:
                 return candidate
+            if candidate in self._matrices:
+                raise ValueError(
+                    f"tensor {candidate} is in codes in {self._directory}, so that quantization_config in config.json "
+                    "must say how, got a config that does not"
+                )
         raise ValueError(f"tensor {name} is missing from {self._directory}")
 
     def _mark_read(self, name: str) -> None:

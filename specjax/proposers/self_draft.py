@@ -22,6 +22,9 @@ from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTree, Verified
 from specjax.validation import is_integer, suggestion
 
+# Parameters of layers with two axes that stay as they are: `quantization` of `models.load` rounds none of them.
+AS_STORED = "router", "shared_gate", "latent_up", "experts_gate_up_bias", "experts_out_bias"
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -99,9 +102,9 @@ def self_draft(
     """Draft with a quantised copy of the target's own matrices, on the target's own cache.
 
     It needs no other checkpoint, no second cache and no prefill: verification overwrites the drafts' keys and values.
-    Embeddings, norms and biases are the target's arrays, and so is a head that is tied to the embeddings. Another head
-    has 8 bits where the matrices of the layers have 4. Drafts are drawn by all sampling parameters of their request,
-    and report the distribution that they were drawn from.
+    Embeddings, norms, routers and biases are the target's arrays, and so is a head that is tied to the embeddings.
+    Another head has 8 bits where the matrices of the layers have 4. Drafts are drawn by all sampling parameters of
+    their request, and report the distribution that they were drawn from.
 
     Args:
         target: the target, of `models.load` or `decoder_model`, on one device or on a mesh. Matrices of as few bits as
@@ -153,9 +156,11 @@ def quantized_copy(model: Model, quantization: str) -> Model:
     for path, leaf in named:
         count = len(jax.tree.leaves(leaf))
         own, specs = specs[:count], specs[count:]
-        format = _format_of(path[0].key, leaf, quantization)
+        name = path[-1].key
+        format = None if name in AS_STORED else _format_of(path[0].key, leaf, quantization)
         if format is not None:
-            turned = not (transposed or path[0].key == "head" or isinstance(leaf, Quantized))
+            has_outputs_first = transposed or name == "head" or name.startswith("experts_")
+            turned = not (has_outputs_first or isinstance(leaf, Quantized))
             if isinstance(model.apply, OnMesh):
                 spec = P(*reversed([*own[0], *[None] * (leaf.ndim - len(own[0]))])) if turned else own[0]
                 given = {"mesh": model.apply.mesh, "specs": tuple(own), "out": spec}

@@ -145,7 +145,7 @@ class Names:
 
     def params(self, config: DecoderConfig, ffn: BesideMLP, tensors: Tensors, layer: str) -> dict[str, Any]:
         """Read the parameters of both, as `BesideMLP.shapes` names them."""
-        number, hidden, size = ffn.experts.router.num_experts, config.hidden_size, config.expert_size
+        number, hidden = ffn.experts.router.num_experts, config.hidden_size
         norms = {
             "mlp_sum_norm": "post_feedforward_layernorm_1.weight",
             "experts_norm": "pre_feedforward_layernorm_2.weight",
@@ -157,8 +157,7 @@ class Names:
             **llama.mlp_params(config, ffn.mlp, tensors, layer),
             "router": tensors.table(f"{layer}.router.proj.weight", number, hidden),
             "router_scale": tensors.vectors({f"{layer}.router.per_expert_scale": number}),
-            "experts_gate_up": tensors.stacked(f"{layer}.experts.gate_up_proj", number, 2 * size, hidden),
-            "experts_out": tensors.stacked(f"{layer}.experts.down_proj", number, hidden, size),
+            **mixtures.Names().experts(config, number, tensors, layer),
         }
 
 

@@ -63,7 +63,8 @@ def _phi3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": rotary / config["head_dim"],
     }
     header = fields.header
-    if lists["long_factor"] not in header.tensors:
+    is_scaled = fields.get("rope.scaling.type", str, "none") == "longrope"
+    if not (is_scaled or any(tensor in header.tensors for tensor in lists.values())):
         return found
     scaling: dict[str, Any] = {
         "rope_type": "longrope",

@@ -38,6 +38,11 @@ def config_of(header: Header) -> dict[str, Any]:
             f"{fields.architecture}.attention.head_count_kv in {header.path} must be at least 1, got {kv_heads}"
         )
     head_size = fields.get("attention.key_length", int, config["hidden_size"] // heads)
+    if head_size < 1:
+        raise ValueError(
+            f"{fields.architecture}.attention.key_length in {header.path}, or else embedding_length / head_count, must "
+            f"be at least 1, got {head_size}"
+        )
     fields.only("attention.value_length", head_size)
     fields.only("attention.causal", True)
     if not architecture.has_partial_rotary:

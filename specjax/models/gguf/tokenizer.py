@@ -34,7 +34,8 @@ def tokenizer_of(header: Header) -> "Tokenizer":
     if model not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer.ggml.model in {header.path} must be 'gpt2' or 'llama', got {model!r}")
     tokens = _field(header, "tokens", list)
-    kinds = header.fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    has_kinds = header.fields.get("tokenizer.ggml.token_type") is not None
+    kinds = _field(header, "token_type", list) if has_kinds else [NORMAL] * len(tokens)
     if not all(isinstance(token, str) for token in tokens) or len(kinds) != len(tokens):
         raise ValueError(
             f"tokenizer.ggml.tokens in {header.path} must be strings, each with a token_type, got {len(tokens)} tokens "
@@ -65,7 +66,7 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
         raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens with a space between them")
     pairs = [(first, second) for first, second in merges]
     pre = header.fields.get("tokenizer.ggml.pre", "default")
-    if not (pre in SPLITS or pre in DIGITS or pre in PLAIN):
+    if not (isinstance(pre, str) and (pre in SPLITS or pre in DIGITS or pre in PLAIN)):
         known = ", ".join([*SPLITS, *DIGITS, *PLAIN])
         raise ValueError(f"tokenizer.ggml.pre in {header.path} must be one of {known}, got {pre!r}")
     ids = {token: i for i, token in enumerate(tokens)}

@@ -82,7 +82,7 @@ class BitsAndBytes:
         codes = unpack_bytes(packed, high_first=True)[:size].reshape(outputs, inputs)
         scale = _scales(linear, name, state, -(-size // block))
         group = math.gcd(block, inputs)  # blocks may go on in the next row
-        scale = np.repeat(scale, block // group)[: size // group].reshape(outputs, -1)
+        scale = _spread(scale, block // group, size // group).reshape(outputs, -1)
         zero = np.uint8(np.flatnonzero(table == 0)[0])
         codes = np.where(np.repeat(scale == 0, group, axis=1), zero, codes)
         scale = np.where(scale == 0, np.float32(1), scale)
@@ -118,4 +118,9 @@ def _scales(linear: StoredLinear, name: str, state: dict[str, Any], number: int)
         )
     table = linear.array(".weight.nested_quant_map", (256,), "float32")
     outer = linear.array(".weight.nested_absmax", (-(-number // block),), "float32")
-    return table[codes] * np.repeat(outer, block)[:number] + np.float32(offset)
+    return table[codes] * _spread(outer, block, number) + np.float32(offset)
+
+
+def _spread(scale: np.ndarray, block: int, number: int) -> np.ndarray:
+    """Return the scale of each of some numbers, of which a block shares one. A file may say that a block is huge."""
+    return scale[np.arange(number) // min(block, number)]

@@ -76,8 +76,9 @@ class CompressedTensors:
         return cls(groups, _strings(config, "ignore"))
 
     def is_quantized(self, linear: StoredLinear) -> bool:
-        """Return whether a group has the matrix, and the files do not hold it as floats."""
-        return not linear.has(".weight", *FLOATS) and self._group_of(linear) is not None
+        """Return whether a group has the matrix, and the files do not hold it, or a stack of this name, as floats."""
+        is_float = linear.has(".weight", *FLOATS) or linear.has("", *FLOATS)
+        return not is_float and self._group_of(linear) is not None
 
     def shape(self, linear: StoredLinear) -> tuple[int, ...]:
         """Return the shape of a matrix."""
@@ -217,9 +218,9 @@ def _read_pack(group: Group, linear: StoredLinear) -> Quantized:
     """Read `weight_packed` [N, K bits / 32] int32, whose zeros are packed along the outputs."""
     outputs, inputs = linear.shape
     if linear.has(".weight_shape"):
-        stored = linear.array(".weight_shape", (2,), "int64", "int32")
-        if tuple(stored) != linear.shape:
-            raise ValueError(f"tensor {linear.name}.weight_shape must be {linear.shape}, got {tuple(stored)}")
+        stored = tuple(linear.array(".weight_shape", (2,), "int64", "int32").tolist())
+        if stored != linear.shape:
+            raise ValueError(f"tensor {linear.name}.weight_shape must be {linear.shape}, got {stored}")
     in_word, groups = 32 // group.bits, num_groups(inputs, group.group)
     words = linear.array(".weight_packed", (outputs, -(-inputs // in_word)), "int32")
     codes = unpack(words, group.bits, inputs)
