@@ -64,6 +64,9 @@ def record_hybrids() -> None:
         print(f"{case}: logits up to {np.abs(logits[case]).max():.2f}, transformers {transformers.__version__}")
     shapes["transformers"] = {transformers.__version__: []}
     (families.GOLDENS / "hybrids.json").write_text(json.dumps(shapes, indent=0) + "\n")
+    case = hybrids.MTP
+    of_module = hybrids.nemotron_mtp_shapes(case)
+    logits[f"{case}_mtp"] = reference.nemotron_mtp_logits(hybrids.CONFIGS[case], of_module, hybrids.tokens()[0])
     np.savez_compressed(families.GOLDENS / "hybrids.npz", **logits)
 
 

@@ -88,6 +88,8 @@ CONFIGS["nemotron_h_moe"] = CONFIGS["nemotron_h"] | {
 }
 CONFIGS["nemotron_h_latents"] = CONFIGS["nemotron_h_moe"] | {"moe_latent_size": 12, "mlp_hidden_act": "relu2"}
 
+MTP = "nemotron_h_latents"  # the case of Nemotron whose module for multi-token prediction is compared
+
 # The names of transformers in files where they are not the model's.
 IN_FILES = {
     "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -118,6 +120,19 @@ def mtp_shapes(case: str) -> dict[str, tuple[int, ...]]:
     return found | {f"mtp.{norm}.weight": (hidden,) for norm in norms} | {"mtp.fc.weight": (hidden, 2 * hidden)}
 
 
+def nemotron_mtp_shapes(case: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors for multi-token prediction of Nemotron, with layers as the target has."""
+    hidden, pattern = HYBRID["hidden_size"], CONFIGS[case]["hybrid_override_pattern"]
+    found = {}
+    for i, sign in enumerate("*E"):
+        layer = f"model.layers.{pattern.index(sign)}."
+        own = {name: shape for name, shape in shapes(case).items() if name.startswith(layer)}
+        found |= {f"mtp.layers.{i}.{name[len(layer) :]}": shape for name, shape in own.items()}
+    norms = "0.enorm", "0.hnorm", "1.final_layernorm"
+    found["mtp.layers.0.eh_proj.weight"] = hidden, 2 * hidden
+    return found | {f"mtp.layers.{norm}.weight": (hidden,) for norm in norms}
+
+
 def write(
     directory: Path, case: str, config: dict | None = None, prefix: str = "model.", has_mtp: bool = False
 ) -> Path:
@@ -125,7 +140,8 @@ def write(
     directory.mkdir()
     config = CONFIGS[case] if config is None else config
     (directory / "config.json").write_text(json.dumps(config))
-    named_shapes = shapes(case) | (mtp_shapes(case) if has_mtp else {})
+    of_mtp = nemotron_mtp_shapes if case.startswith("nemotron") else mtp_shapes
+    named_shapes = shapes(case) | (of_mtp(case) if has_mtp else {})
     others = "model.layers.2." if config.get("text_config", config)["num_hidden_layers"] == 2 else "no such layer"
     tensors = {name: make_tensor(name, shape) for name, shape in named_shapes.items() if others not in name}
     for own, in_files in IN_FILES.items():

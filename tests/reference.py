@@ -58,6 +58,35 @@ def mtp_logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.nd
 
 
 @torch.no_grad()
+def nemotron_mtp_logits(fields: dict, shapes: dict[str, tuple[int, ...]], tokens: np.ndarray) -> np.ndarray:
+    """Logits [T - 1, V] of the module for multi-token prediction of Nemotron, as `mtp_logits` returns them.
+
+    transformers has no such module: a Nemotron of two layers reads the projection in place of embeddings.
+    """
+    main, module = make_model(fields), make_model(fields | {"hybrid_override_pattern": "*E", "num_hidden_layers": 2})
+    module.lm_head.weight.copy_(main.lm_head.weight)
+    own = {"model.norm_f.weight": "mtp.layers.1.final_layernorm.weight"}
+    for part, tensor in stored_tensors(module).items():
+        name = own.get(part, part.replace("model.layers.", "mtp.layers."))
+        if name in shapes:
+            tensor.copy_(torch.from_numpy(families.make_tensor(name, tuple(tensor.shape))))
+
+    def of_file(name: str) -> torch.Tensor:
+        return torch.from_numpy(families.make_tensor(name, shapes[name]))
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + fields["layer_norm_epsilon"])
+        return x * scale * of_file(f"mtp.layers.0.{name}.weight")
+
+    ids = torch.from_numpy(tokens[None].astype(np.int64))
+    hidden = main.model(input_ids=ids).last_hidden_state[:, :-1]
+    embedded = main.get_input_embeddings()(ids[:, 1:])
+    pair = torch.cat([normed(embedded, "enorm"), normed(hidden, "hnorm")], dim=-1)
+    x = pair @ of_file("mtp.layers.0.eh_proj.weight").T
+    return module(inputs_embeds=x).logits[0].float().numpy()
+
+
+@torch.no_grad()
 def logits(model: transformers.PreTrainedModel, tokens: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
     """Logits [B, T, V] in float32 of right-padded rows."""
     mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]

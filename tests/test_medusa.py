@@ -283,7 +283,9 @@ class TestBadInput:
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             load(tmp_path, target)
         authors(tmp_path)
-        with pytest.raises(ValueError, match=r"rope_theta must be None for a drafter without attention \(medusa\)"):
+        with pytest.raises(
+            ValueError, match=r"rope_theta must be None for a drafter without rotary positions \(medusa\)"
+        ):
             proposers.load(tmp_path, target, num_draft_tokens=3, rope_theta=1e4)
         with pytest.raises(ValueError, match=r"num_draft_tokens must be in \[1, 3\], the number of heads, got 4"):
             load(tmp_path, target, num_draft_tokens=4)

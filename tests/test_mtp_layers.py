@@ -73,7 +73,7 @@ def test_greedy_tokens_in_pages(loaded):
         ({"model_type": "qwen3_moe"}, "model_type in .* must be 'deepseek_v3' or 'glm4_moe' or 'glm4_moe_lite'"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers in .* must be 1, the only value"),
         ({"vocab_size": 60}, "target must have the vocabulary and hidden size of .*, 60 and 32, got"),
-        ({"num_hidden_layers": 3}, r"tensor model.layers.3.enorm.weight is missing"),
+        ({"num_hidden_layers": 3}, r"tensor model.layers.3.input_layernorm.weight is missing"),
         ({"kv_lora_rank": 16}, r"kv_a_proj_with_mqa.weight in .* must have shape \(20, 32\)"),
     ],
 )

@@ -15,6 +15,7 @@ from specjax.proposers.medusa import is_medusa, load_medusa
 from specjax.proposers.mlp_speculator import is_mlp_speculator, load_mlp_speculator
 from specjax.proposers.mtp import is_mtp, load_mtp
 from specjax.proposers.mtp_layers import is_mtp_layer, load_mtp_layer
+from specjax.proposers.mtp_nemotron import is_nemotron_mtp, load_nemotron_mtp
 from specjax.proposers.mtp_qwen import is_qwen_mtp, load_qwen_mtp
 from specjax.types import Array, Model, Proposer
 
@@ -30,7 +31,7 @@ class Format:
     kind_of: Callable[[Mapping[str, Any], list[str]], str | None]  # (fields of config.json, names of the tensors)
     load: Callable[..., Proposer]
     feature_layers: Callable[["ConfigFile", "Tensors", Model], tuple[int, ...]] | None = None  # None: no layers
-    has_attention: bool = True  # whether `load` takes `rope_theta`
+    has_rotary: bool = True  # whether `load` takes `rope_theta`
 
 
 def _of_eagle(*kinds: str) -> Callable[[Mapping[str, Any], list[str]], str | None]:
@@ -52,10 +53,11 @@ FORMATS = (  # the first one that knows the files reads them
     Format(_of_eagle("eagle"), eagle_files.load_eagle),
     Format(_of_eagle("eagle3", "p_eagle"), eagle_files.load_eagle3, eagle_files.feature_layers),
     Format(lambda fields, names: block_files.kind_of(names), block_files.load_block, block_files.feature_layers),
-    Format(_of_names(is_medusa, "medusa"), load_medusa, has_attention=False),
-    Format(_of_names(is_mlp_speculator, "mlp_speculator"), load_mlp_speculator, has_attention=False),
+    Format(_of_names(is_medusa, "medusa"), load_medusa, has_rotary=False),
+    Format(_of_names(is_mlp_speculator, "mlp_speculator"), load_mlp_speculator, has_rotary=False),
     Format(_of_names(is_assistant, "assistant"), load_assistant),
     Format(_of_names(is_mtp, "mtp"), load_mtp),
+    Format(_of_names(is_nemotron_mtp, "mtp"), load_nemotron_mtp, has_rotary=False),
     Format(_of_names(is_mtp_layer, "mtp"), load_mtp_layer),
     Format(_of_names(is_qwen_mtp, "mtp"), load_qwen_mtp),
 )
@@ -79,9 +81,9 @@ def load(
     """Load a drafter that reads the features of a target.
 
     These are heads of EAGLE, EAGLE-2, HASS, EAGLE-3, 3.1 and P-EAGLE, DFlash, DFlash2, JetSpec and DSpark, the layers
-    for multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next or Qwen3.5, assistants of Gemma 4,
-    Medusa heads and MLP speculators. The names of its tensors and its config.json tell the kind of a drafter. The
-    embedding and the head of the drafter are the target's where the files have none.
+    for multi-token prediction in a checkpoint of MiMo, DeepSeek V3, GLM, Qwen3-Next, Qwen3.5 or Nemotron 3, assistants
+    of Gemma 4, Medusa heads and MLP speculators. The names of its tensors and its config.json tell the kind of a
+    drafter. The embedding and the head of the drafter are the target's where the files have none.
 
     Args:
         directory: the `Checkpoint` of the drafter, or its directory, with config.json and its tensors.
@@ -121,10 +123,10 @@ def load(
         )
     kind, own = found
     options = {"num_draft_tokens": num_draft_tokens, "temperature": temperature, "fields": fields}
-    if own.has_attention:
+    if own.has_rotary:
         options["rope_theta"] = rope_theta
     elif rope_theta is not None:
-        raise ValueError(f"rope_theta must be None for a drafter without attention ({kind}), got {rope_theta!r}")
+        raise ValueError(f"rope_theta must be None for a drafter without rotary positions ({kind}), got {rope_theta!r}")
     return own.load(checkpoint, target, **options)
 
 

@@ -143,7 +143,7 @@ def load_mtp(
         weights,
         norms={param: f"{name}.{norm}" for param, norm in norms.items()},
         projection=f"{name}.input_proj.weight",
-        layer=name,
+        layer=llama.layer_params(head.config, layer, tensors, name),
     )
     return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)
 
@@ -164,8 +164,7 @@ def read_params(
     *,
     norms: Mapping[str, str],
     projection: str,
-    layer: str,
-    **options: Any,
+    layer: dict[str, Any],
 ) -> PyTree:
     """Read the parameters of a module, with the embedding and the head of the target.
 
@@ -175,15 +174,12 @@ def read_params(
         weights: of the target.
         norms: for each norm of the module, the name of its tensor without ".weight".
         projection: name of the tensor of the projection.
-        layer: the name before the tensors of the layer.
-        options: as `llama.layer_params` takes them.
+        layer: the parameters of the layer.
     """
-    from specjax.models.families import llama
-
     hidden, config = head.hidden_size, head.config
     return {param: tensors.vectors({f"{name}.weight": hidden}) for param, name in norms.items()} | {
         "fc": tensors.matrices(2 * hidden, {projection: hidden}, transposed=config.transposed),
-        "layer": llama.layer_params(config, config.layers[0], tensors, layer, **options),
+        "layer": layer,
         "embedding": weights.embedding,
         "lm_head": weights.head,
     }

@@ -71,7 +71,6 @@ def load_mtp_layer(
         weights,
         norms={param: f"{name}.{norm}" for param, norm in norms.items()},
         projection=f"{name}{PROJECTION}",
-        layer=name,
-        mixture=mixtures.Names(),
+        layer=llama.layer_params(head.config, layer, tensors, name, mixture=mixtures.Names()),
     )
     return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)

@@ -70,7 +70,6 @@ def load_qwen_mtp(
     config.check_computation()
     theta = sizes.rope_theta if rope_theta is None else rope_theta
     head = MTPHead(replace(sizes, num_layers=1, rope_theta=theta), is_token_first=True)
-    params = read_params(
-        head, tensors, weights, norms=NORMS, projection=PROJECTION, layer=LAYER, mixture=qwen3_next.MIXTURE
-    )
+    layer = llama.layer_params(head.config, layers[0], tensors, LAYER, mixture=qwen3_next.MIXTURE)
+    params = read_params(head, tensors, weights, norms=NORMS, projection=PROJECTION, layer=layer)
     return mtp(head, params, num_drafts(num_draft_tokens), temperature=temperature)

@@ -39,11 +39,23 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     if any(name.startswith(PREFIX) for name in tensors.names()):
         tensors = tensors.inside(PREFIX)
     kinds = _kinds(config)
-    layers = {"M": LayerConfig(_mamba(config), None), "*": LayerConfig(Attention(), None)}
+    layers = {"*": LayerConfig(Attention(), None), "M": LayerConfig(_mamba(config), None)}
+    layers |= {kind: LayerConfig(None, ffn(config, kind)) for kind in set("-E") & set(kinds)}
+    decoder_config = config_of(config, tuple(layers[kind] for kind in kinds), tensors.on_one_gpu)
+    config.check_computation()
+    return decoder_model(decoder_config, _params(decoder_config, tensors))
+
+
+def ffn(config: ConfigFile, kind: str) -> MLP | Experts:
+    """Return the MLP "-" or the experts "E" of a layer."""
     activation = config.choice("mlp_hidden_act", ("relu2", "silu"), default="relu2")
-    layers["-"], options = LayerConfig(None, MLP(activation)), {}
-    if "E" in kinds:
-        layers["E"] = LayerConfig(None, _experts(config, activation))
+    return MLP(activation) if kind == "-" else _experts(config, activation)
+
+
+def config_of(config: ConfigFile, layers: tuple[LayerConfig, ...], transposed: bool) -> DecoderConfig:
+    """Return the sizes and options of a decoder of these layers."""
+    options: dict[str, Any] = {"rope": NO_ROPE, "transposed": transposed}
+    if any(isinstance(layer.ffn, Experts) for layer in layers):
         options["expert_size"] = config.size("moe_intermediate_size")
         options["shared_size"] = config.size("moe_shared_expert_intermediate_size")
     else:
@@ -52,24 +64,20 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         config.only(name, False)
     config.ignore("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")  # heads do not turn
     fields = {
-        "num_hidden_layers": len(kinds),
+        "num_hidden_layers": len(layers),
         "intermediate_size": config.size("intermediate_size", 21504),
         "num_key_value_heads": config.size("num_key_value_heads", 8),
         "rms_norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "head_dim": config.size("head_dim", config.size("attention_head_dim", 128)),
     }
-    described = tuple(layers[kind] for kind in kinds)
-    options |= {"rope": NO_ROPE, "transposed": tensors.on_one_gpu}
-    decoder_config = llama.config_of(config.replaced(**fields), described, **options)
-    config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors))
+    return llama.config_of(config.replaced(**fields), layers, **options)
 
 
 def _kinds(config: ConfigFile) -> str:
     """Return the sign of each layer's kind."""
     name = next((one for one in ("hybrid_override_pattern", "layers_block_type") if one in config), "layer_types")
     given = config.get(name, str if name == "hybrid_override_pattern" else list)
-    kinds = given.replace("|", "") if isinstance(given, str) else "".join(KINDS.get(str(kind), "?") for kind in given)
+    kinds = signs_of(given)
     number = config.size("num_hidden_layers", len(kinds), most=llama.MAX_LAYERS)
     if len(kinds) != number or not {"*"} <= set(kinds) <= set(KINDS.values()):
         raise ValueError(
@@ -77,6 +85,11 @@ def _kinds(config: ConfigFile) -> str:
             f"the second at least once, got {given!r}"
         )
     return kinds
+
+
+def signs_of(given: str | list) -> str:
+    """Return the sign of each layer's kind, given a pattern of signs or the names of kinds; "?" stands for others."""
+    return given.replace("|", "") if isinstance(given, str) else "".join(KINDS.get(str(kind), "?") for kind in given)
 
 
 def _mamba(config: ConfigFile) -> Mamba2:
@@ -118,13 +131,13 @@ def _params(config: DecoderConfig, tensors: Tensors) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
     params = llama.outer_params(config, tensors, "model.embeddings", "model.norm_f")
     params["layers"] = {
-        i: _layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
+        i: layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
     }
     tensors.check_all_read(MTP_LAYERS)
     return params
 
 
-def _layer_params(config: DecoderConfig, layer: LayerConfig, tensors: Tensors, name: str) -> dict[str, Any]:
+def layer_params(config: DecoderConfig, layer: LayerConfig, tensors: Tensors, name: str) -> dict[str, Any]:
     """Read the parameters of a layer, as `LayerConfig.shapes` names them."""
     hidden, block = config.hidden_size, f"{name}.mixer"
     norm = tensors.vectors({f"{name}.norm.weight": hidden})
