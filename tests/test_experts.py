@@ -102,6 +102,14 @@ def test_choice_and_weights(name):
         np.testing.assert_allclose(weights, of_chosen, rtol=1e-5, atol=1e-37)  # XLA has no subnormal numbers
 
 
+def test_weights_of_corrected_experts_without_probability():
+    """transformers divides by no less than 1e-12."""
+    router = SoftmaxTopK(4, 2, has_corrections=True)
+    corrections = {"router_correction": jnp.array([5.0, 5, 0, 0])}
+    experts, weights = router(corrections, jnp.array([[-150.0, -150, 0, 1]]))
+    assert experts.tolist() == [[0, 1]] and weights.tolist() == [[0, 0]]
+
+
 def test_logits_of_a_router_stay_in_memory():
     """Nothing that compares them computes them again: XLA would sum them in several orders."""
     made = jax.make_jaxpr(router_logits)(jnp.zeros((256, HIDDEN), jnp.bfloat16), jnp.zeros((4, HIDDEN), jnp.bfloat16))

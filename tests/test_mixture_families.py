@@ -18,7 +18,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import Experts, Shared, SigmoidTopK
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
-from specjax.models.rope import YarnScaling
+from specjax.models.rope import Rope, YarnScaling
 from specjax.testing import assert_model
 from specjax.types import ModelInput
 
@@ -218,6 +218,28 @@ def test_names_of_released_tensors(case, name, released, tmp_path):
     model = load(write(tmp_path / "released", case, renamed=renamed))
     for one, other in zip(*map(jax.tree.leaves, (model.params, plain.params)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "ernie4_5_moe", "afmoe"])
+def test_corrections_keep_their_bits(case, tmp_path):
+    """They decide which experts a token has, and in bfloat16 numbers around 8 are 1 / 16 apart."""
+    directory = write(tmp_path / "model", case)
+    tensors = load_file(directory / "model.safetensors")
+    corrections = {name: 8 + x for name, x in tensors.items() if name.endswith(("correction_bias", "expert_bias"))}
+    save_file(tensors | corrections, directory / "model.safetensors")
+    layers = load(directory, "bfloat16").params["layers"]
+    read = [layer["router_correction"] for layer in layers.values() if "router_correction" in layer]
+    assert len(read) == len(corrections) and read[0].dtype == np.float32
+    for one, (_, other) in zip(read, sorted(corrections.items()), strict=True):
+        np.testing.assert_array_equal(one, other.reshape(-1))
+
+
+def test_laguna_without_windows(tmp_path):
+    """Some releases have a window of 0, which no layer has. The tables alone say which part of a head turns."""
+    whole = {"rope_type": "default", "rope_theta": 20.0}
+    fields = {"sliding_window": 0, "partial_rotary_factor": 0.5, "rope_parameters": {"full_attention": whole}}
+    config = load(write(tmp_path / "model", "laguna_elements", config=ALL["laguna_elements"] | fields)).apply.config
+    assert config.windows == (None, None) and config.rope == Rope(20.0)
 
 
 def test_an_empty_table_is_as_none(tmp_path):

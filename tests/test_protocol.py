@@ -481,6 +481,14 @@ class TestTools:
             (f"[TOOL_CALLS][{call}]", "", 1),
             (f"<tool_call>{call[:-1]}</tool_call>", None, 0),
             (call.replace("weather", "other"), None, 0),
+            (call.replace('"Rome"', "NaN"), None, 0),
+            ("<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>", "", 1),
+            ("So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>", "So.", 1),
+            (f"<minimax:tool_call>\n{INVOKE}{INVOKE}</minimax:tool_call>", "", 2),
+            (f"<tool_call>{INVOKE}</minimax:tool_call>", None, 0),
+            ("<tool_call><function=other></function></tool_call>", None, 0),
+            ("<tool_call><function=weather>Rome</function></tool_call>", None, 0),
+            ("<tool_call>weather Rome</tool_call>", None, 0),
             ("plain", None, 0),
             ('{"name": 3}', None, 0),
         ]:
@@ -490,6 +498,52 @@ class TestTools:
         forced = Tools([], ("weather",), "weather")
         assert find_calls('{"city": "Rome"}', forced)[1][0].name == "weather"
         assert find_calls('{"city": "Ro', forced) == ('{"city": "Ro', [])
+
+    @pytest.mark.parametrize(
+        ("schema", "text", "value"),
+        [
+            (None, "5", "5"),
+            ({}, "5", "5"),
+            ({"type": "string"}, "5", "5"),
+            ({"type": "string"}, "a\n  b ", "a\n  b "),
+            ({"type": "integer"}, "5", 5),
+            ({"type": "number"}, "\t2.5", 2.5),
+            ({"type": "number"}, "NaN", "NaN"),
+            ({"type": "boolean"}, "True", True),
+            ({"type": "boolean"}, "false", False),
+            ({"type": "array"}, '["a", {"b": 1}]', ["a", {"b": 1}]),
+            ({"type": "object"}, "{broken", "{broken"),
+            ({"type": ["string", "null"]}, "null", None),
+            ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+            ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5", "5"),
+            ({"enum": ["5", "6"]}, "5", "5"),
+            ({"enum": [5, 6]}, "5", 5),
+            ({"type": 3, "anyOf": 4, "enum": 5}, "5", "5"),
+        ],
+    )
+    def test_values_have_the_types_of_the_schema(self, schema, text, value):
+        """In all forms that write arguments as texts; a text may hold the tags of the form."""
+        parameters = {"type": "object", "properties": {"x": schema, "code": {"type": "string"}}}
+        tools = Tools([{"type": "function", "function": {"name": "run", "parameters": parameters}}], ("run",))
+        code = "a</parameter>b</arg_value>c"
+        for answer in (
+            f"<tool_call><function=run><parameter=code>\n{code}\n</parameter><parameter=x>\n{text}\n</parameter>"
+            "</function></tool_call>",
+            f"<tool_call>run<arg_key>x</arg_key><arg_value>{text}</arg_value>"
+            f"<arg_key>code</arg_key><arg_value>{code}</arg_value></tool_call>",
+            f'<minimax:tool_call><invoke name="run"><parameter name="x">{text}</parameter>\n'
+            f'<parameter name="code">{code}</parameter></invoke></minimax:tool_call>',
+        ):
+            content, (call,) = find_calls(answer, tools)
+            assert (content, json.loads(call.arguments)) == ("", {"x": value, "code": code})
+
+    def test_calls_without_arguments(self):
+        for text in (
+            "<tool_call><function=time>\n</function></tool_call>",
+            "<tool_call>time</tool_call>",
+            '<minimax:tool_call><invoke name="time"></invoke></minimax:tool_call>',
+        ):
+            assert find_calls(text, Tools([], ("time",))) == ("", [("time", "{}")])
 
     @pytest.mark.parametrize("is_single", [True, False])
     def test_calls_beside_each_other(self, served, is_single):
@@ -511,11 +565,16 @@ class TestTools:
             ("abc <tool", 4),
             ("a<b", 3),
             ("a <tool_call>{", 2),
+            ("a <minimax:t", 2),
+            ("a <minimax:tool_call><inv", 2),
             (' {"na', 0),
             ("[TOOL", 0),
         ]:
             assert num_certain(text, free) == number
         assert num_certain("abc", free._replace(is_required=True)) == 0
+
+
+INVOKE = '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>'
 
 
 class TestAnswers:

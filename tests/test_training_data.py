@@ -247,6 +247,8 @@ def test_the_embedded_target_is_written_as_it_is(tmp_path):
         ({"layers": (LayerConfig(Attention(has_bias=True)),)}, "got .*has_out_bias=False"),
         ({"layers": (LayerConfig(Attention(window=8)),)}, "got .*window=8"),
         ({"layers": (LayerConfig(has_post_norms=True),)}, "got .*has_post_norms=True"),
+        ({"rotary_size": 4}, r"got \{'rotary_size': 4\}"),
+        ({"rope_is_interleaved": True}, r"got \{'rope_is_interleaved': True\}"),
     ],
 )
 def test_decoders_that_are_not_written(options, message, tmp_path):

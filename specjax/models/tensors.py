@@ -235,6 +235,12 @@ class Tensors:
         other._keep_codes = False
         return other.table(name, *shape)
 
+    def in_float32(self) -> "Tensors":
+        """Return the same tensors, which are read as float32 whatever dtype the others have."""
+        other = copy.copy(self)
+        other._dtype = np.dtype("float32")
+        return other
+
     def vectors(self, sizes: dict[str, int]) -> Array:
         """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})

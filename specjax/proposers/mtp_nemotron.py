@@ -52,9 +52,7 @@ def load_nemotron_mtp(
     config, tensors = open_directory(directory, target, fields)
     config.only("model_type", "nemotron_h")
     config.only("num_nextn_predict_layers", 1)
-    name = "mtp_hybrid_override_pattern"
-    if name not in config and "mtp_layers_block_type" in config:
-        name = "mtp_layers_block_type"
+    name = "mtp_layers_block_type" if "mtp_layers_block_type" in config else "mtp_hybrid_override_pattern"
     given = config.get(name, list if name == "mtp_layers_block_type" else str, PATTERNS[0])
     signs = nemotron_h.signs_of(given)
     if signs not in PATTERNS:

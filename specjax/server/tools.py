@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
+from specjax.server.tool_texts import calls_of, load
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
 
-_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_OPENING = "<tool_call>"
+_OPENING = re.compile(r"<((?:minimax:)?tool_call)>")  # before a call, or before several
+_OPENINGS = "<tool_call>", "<minimax:tool_call>"
 _PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls that are a whole answer
 
 NAME = Text(
@@ -122,17 +123,18 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
-    calls are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` anywhere, or such objects, one or a list of
-    them, as the whole text; "parameters" stands for "arguments", too. Only names of the request's tools count.
-    Everything else stays text, and so does an answer that ended before its JSON did. Where only one call may be, those
+    calls are anywhere between `<tool_call>` and `</tool_call>`, or the tags of MiniMax, in one of the forms of
+    `tool_texts`, or objects, one or a list of them, as the whole text. Only names of the request's tools count.
+    Everything else stays text, and so does an answer that ended before its call did. Where only one call may be, those
     after it are left out.
     """
     if tools.forced is not None:
-        return ("", [ToolCall(tools.forced, text)]) if _load(text) is not None else (text, [])
+        return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
     most = 1 if tools.is_single else None
-    blocks = [_calls_of(match.group(1), tools) for match in _BLOCK.finditer(text)]
-    if blocks and all(blocks):
-        return _BLOCK.sub("", text).strip(), [call for block in blocks for call in block][:most]
+    rest, blocks = _parted(text)
+    found = [_calls_of(block, tools) for block in blocks]
+    if found and all(found):
+        return rest.strip(), [call for calls in found for call in calls][:most]
     whole = text.strip()
     for prefix in _PREFIXES:
         whole = whole.removeprefix(prefix)
@@ -140,24 +142,25 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     return ("", calls) if calls else (text, [])
 
 
-def _load(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _parted(text: str) -> tuple[str, list[str]]:
+    """Return a text without what stands between tags of calls, and that."""
+    rest, blocks, place = [], [], 0
+    while begin := _OPENING.search(text, place):
+        close = f"</{begin.group(1)}>"
+        end = text.find(close, begin.end())
+        if end < 0:
+            break
+        rest.append(text[place : begin.start()])
+        blocks.append(text[begin.end() : end].strip())
+        place = end + len(close)
+    return "".join([*rest, text[place:]]), blocks
 
 
 def _calls_of(text: str, tools: Tools) -> list[ToolCall]:
-    """Return the calls of a JSON text, none if it holds anything else."""
-    value = _load(text)
-    calls = []
-    for item in value if isinstance(value, list) else [value]:
-        name = item.get("name") if isinstance(item, dict) else None
-        arguments = item.get("arguments", item.get("parameters")) if isinstance(item, dict) else None
-        if not isinstance(name, str) or name not in tools.names or not isinstance(arguments, dict):
-            return []
-        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
-    return calls
+    """Return the calls that are a text, none if it holds anything else."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools.described}
+    schemas = {name: functions.get(name, {}).get("parameters") for name in tools.names}
+    return [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in calls_of(text, schemas)]
 
 
 def num_certain(text: str, tools: Tools) -> int:
@@ -167,10 +170,10 @@ def num_certain(text: str, tools: Tools) -> int:
         return 0
     if start[0] in "{[" or any(prefix.startswith(start[: len(prefix)]) for prefix in _PREFIXES):
         return 0
-    if _OPENING in text:
-        return text.index(_OPENING)
-    held = (size for size in range(min(len(text), len(_OPENING) - 1), 0, -1) if _OPENING.startswith(text[-size:]))
-    return len(text) - next(held, 0)
+    begun = [text.index(opening) for opening in _OPENINGS if opening in text]
+    most = max(map(len, _OPENINGS)) - 1
+    held = (size for size in range(min(len(text), most), 0, -1) if any(o.startswith(text[-size:]) for o in _OPENINGS))
+    return min(begun) if begun else len(text) - next(held, 0)
 
 
 class CallFinder:

@@ -140,6 +140,8 @@ def _check_options(config: "DecoderConfig") -> None:
         "query_scaling": None,
         "axis_name": None,
         "num_padding": 0,
+        "rotary_size": None,
+        "rope_is_interleaved": False,
     }
     found = {name: getattr(config, name) for name in others if getattr(config, name) != others[name]}
     if set(config.layers) != {plain}:

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.experts import Experts, Shared, SoftmaxTopK
+from specjax.models.experts import MIN_SUM, Experts, Shared, SoftmaxTopK
 from specjax.models.families import llama, mixtures, ropes
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model
 
 MTP_LAYERS = "model.mtp_*"  # names of the tensors for multi-token prediction
-MIN_SUM = 1e-12  # the least sum that weights of experts are divided by
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Names(mixtures.Names):
     """The names of the tensors of a mixture, whose corrections are a table of one row."""
 
     def corrections(self, number: int, tensors: Tensors, name: str) -> Array:
-        return tensors.row(name, number)
+        return tensors.in_float32().row(name, number)
 
 
 read_rope = partial(ropes.read_side_by_side, theta=5e5)

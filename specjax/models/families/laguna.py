@@ -23,7 +23,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("moe_apply_router_weight_on_input", False)
     config.only("moe_router_logit_softcapping", 0.0)
     config.only("norm_topk_prob", True)
-    config = config.with_defaults(rope_parameters=ROPES)
+    config = config.with_defaults(rope_parameters=ROPES).replaced(partial_rotary_factor=None)  # the tables say it
     turns = ropes.read_types(
         config, dict.fromkeys(ropes.TYPES, llama.size_of_head(config, HEAD_SIZE)), THETAS, rotary_factor=1.0
     )
@@ -31,13 +31,13 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     router = mixtures.made(config, SigmoidTopK, *sizes, scale=config.number("moe_routed_scaling_factor", 1.0))
     bias = config.get("attention_bias", bool, False)
     attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, output_gate=_gate(config))
-    mixers = {
-        "full_attention": replace(attention, rope=turns["full_attention"]),
-        "sliding_attention": replace(
-            attention, window=config.size("sliding_window", 512), rope=turns["sliding_attention"]
-        ),
-    }
     types = llama.layer_types(config, lambda i: False)
+    mixers = {"full_attention": replace(attention, rope=turns["full_attention"])}
+    if "sliding_attention" in types:
+        window = config.size("sliding_window", 512)
+        mixers["sliding_attention"] = replace(attention, window=window, rope=turns["sliding_attention"])
+    else:
+        config.ignore("sliding_window")  # some releases have 0
     experts = mixtures.by_types(config, LayerConfig(ffn=Experts(router, shared=Shared())))
     experts = experts if len(experts) > 1 else experts * len(types)
     layers = tuple(
@@ -60,7 +60,7 @@ def _gate(config: ConfigFile) -> OutputGate:
     """Return the gate on the output of attention, which has a number for each head or each number of a head."""
     kind = config.fields.get("gating")
     config.ignore("gating")
-    if kind not in (None, True, "per-head", "per-element"):
+    if kind is not None and kind is not True and kind not in ("per-head", "per-element"):
         raise ValueError(f"{config.where('gating')} must be True, 'per-head' or 'per-element', got {kind!r}")
     return OutputGate("softplus", by_head=kind != "per-element")
 
@@ -79,7 +79,7 @@ def _heads(config: ConfigFile) -> list[int]:
 
 
 def _names(tensors: Tensors) -> mixtures.Names:
-    """Return the names of the tensors of experts, which transformers 5 changes where it writes a checkpoint."""
+    """Return the names of the tensors of experts; released files have others than transformers has in memory."""
     correction = "experts.e_score_correction_bias"
     if any(name.endswith(f"mlp.{correction}") for name in tensors.names()):
         return mixtures.Names(shared="shared_expert", correction=correction)

@@ -11,7 +11,7 @@ from specjax.types import Model
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a MiniMax-M2 checkpoint, without its layers for multi-token prediction."""
+    """Build the model of a MiniMax-M2 checkpoint."""
     config.only("hidden_act", "silu")
     config.only("use_qk_norm", True)
     config.only("qk_norm_type", "per_layer")

@@ -27,7 +27,7 @@ def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = 
     """Build the model of a Mistral Small 4 checkpoint, or of the text part of one, as `mistral.build` does."""
     config.refuse_null("norm_topk_prob", "rope_interleave")
     config = config.with_defaults(rope_parameters=YARN)
-    key_size, rope_size = config.size("qk_nope_head_dim", 64), config.size("qk_rope_head_dim", 64)
+    key_size, rope_size = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     rope = config.table("rope_parameters")
     rope.only("partial_rotary_factor", rope_size / (key_size + rope_size))
     rest = {name: value for name, value in rope.fields.items() if name != "partial_rotary_factor"}

@@ -145,8 +145,8 @@ class Names:
         return params | self._shared(config, ffn, tensors, block)
 
     def corrections(self, number: int, tensors: Tensors, name: str) -> Any:
-        """Read the numbers [experts] that are added for the choice, given the name of their tensor."""
-        return tensors.vectors({name: number})
+        """Read the numbers [experts] that are added for the choice, in float32, given the name of their tensor."""
+        return tensors.in_float32().vectors({name: number})
 
     def experts(self, config: DecoderConfig, number: int, tensors: Tensors, block: str) -> dict[str, Any]:
         """Read the matrices of the experts of a block, given their number."""

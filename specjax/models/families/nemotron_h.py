@@ -175,7 +175,7 @@ def _mixture_params(config: DecoderConfig, ffn: Experts, tensors: Tensors, block
     shared_up, shared_out = _mlp_params(config, tensors, f"{block}.shared_experts", config.shared_size)
     return latents | {
         "router": tensors.table(f"{block}.gate.weight", number, hidden),
-        "router_correction": tensors.vectors({f"{block}.gate.e_score_correction_bias": number}),
+        "router_correction": tensors.in_float32().vectors({f"{block}.gate.e_score_correction_bias": number}),
         "experts_gate_up": up,
         "experts_out": out,
         "shared_gate_up": shared_up,

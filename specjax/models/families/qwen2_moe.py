@@ -12,10 +12,11 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("hidden_act", "silu")
     experts = qwen3_next.mixture(config, is_renormalized=config.get("norm_topk_prob", bool, False))
     layer = LayerConfig(Attention(has_bias=config.get("qkv_bias", bool, True)), experts)
-    windows = qwen2.windows(config)
     if config.get("use_sliding_window", bool, False):  # every other one of the first layers, as in transformers
         last = config.get("max_window_layers", int, 28)
         windows = llama.windows(config, lambda i: i % 2 == 0 and i < last)
+    else:
+        windows = qwen2.windows(config)
     each = llama.windowed(layer, windows)
     return llama.decoder(
         config,

@@ -1,0 +1,131 @@
+"""Calls of tools in the text of an answer, in the forms that models write.
+
+* An object with "name" and "arguments", or "parameters", as Qwen3, Hermes and Llama write it.
+* `<function=NAME>`, with a `<parameter=KEY>` for each argument, as Qwen3-Coder, Qwen3.5 and Nemotron 3 write it.
+* The name and pairs of `<arg_key>` and `<arg_value>`, as GLM-4.5 writes it.
+* `<invoke name="NAME">`, with a `<parameter name="KEY">` for each argument, as MiniMax-M2 writes it.
+
+In the last three forms the values are texts. Where the JSON schema of a tool gives an argument another type, the text
+is read as JSON.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Elements(NamedTuple):
+    """How a text has named contents, one after another.
+
+    A content may hold the tag that ends it: the end is where another element begins, or where the text ends.
+    """
+
+    begin: re.Pattern  # whose group is the name
+    end: re.Pattern
+
+    def of(self, text: str) -> list[tuple[str, str]] | None:
+        """Return the names and contents; None if the text holds anything else. It takes linear time."""
+        found, place = [], 0
+        while place < len(text):
+            begin = self.begin.match(text, place)
+            end = begin and self.end.search(text, begin.end())
+            if not begin or not end:
+                return None
+            found.append((begin.group(1).strip(), text[begin.end() : end.start()]))
+            place = end.end()
+        return found
+
+
+FUNCTIONS = Elements(re.compile(r"<function=([^>]+)>"), re.compile(r"</function>\s*(?=<function=|\Z)"))
+PARAMETERS = Elements(re.compile(r"<parameter=([^>]+)>"), re.compile(r"</parameter>\s*(?=<parameter=|\Z)"))
+INVOKES = Elements(re.compile(r'<invoke name="([^"]+)">'), re.compile(r"</invoke>\s*(?=<invoke name=|\Z)"))
+NAMED = Elements(re.compile(r'<parameter name="([^"]+)">'), re.compile(r"</parameter>\s*(?=<parameter name=|\Z)"))
+PAIRS = Elements(
+    re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"), re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
+)
+PYTHON = {"True": True, "False": False, "None": None}  # as some templates show values
+
+
+def load(text: str) -> Any:
+    """Return the value of a JSON text; None if it is no JSON, which has no NaN and no infinite numbers."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def calls_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and arguments of the calls that are a text, none if it holds anything else.
+
+    Args:
+        text: one call, or several of one form.
+        schemas: the JSON schemas of the arguments of the tools that may be called, by name.
+    """
+    for functions, arguments in ((FUNCTIONS, PARAMETERS), (INVOKES, NAMED)):
+        if found := functions.of(text):
+            return _typed([(name, arguments.of(content.strip())) for name, content in found], schemas)
+    name, key, rest = text.partition("<arg_key>")
+    if name.strip() in schemas:
+        return _typed([(name.strip(), PAIRS.of(key + rest))], schemas)
+    return _objects(load(text), schemas)
+
+
+def _objects(value: Any, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of an object or a list of objects, none if it holds anything else."""
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        name = item.get("name") if isinstance(item, dict) else None
+        arguments = item.get("arguments", item.get("parameters")) if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in schemas or not isinstance(arguments, dict):
+            return []
+        calls.append((name, arguments))
+    return calls
+
+
+def _typed(
+    calls: list[tuple[str, list[tuple[str, str]] | None]], schemas: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return calls whose arguments are texts with the types of their schemas, none if one is no call of a tool."""
+    found = []
+    for name, pairs in calls:
+        if name not in schemas or pairs is None:
+            return []
+        schema = schemas[name]
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        known = properties if isinstance(properties, dict) else {}
+        values = {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}
+        found.append((name, {key: _value(text, _kinds(known.get(key))) for key, text in values.items()}))
+    return found
+
+
+def _value(text: str, kinds: set[str]) -> Any:
+    """Return the value of a text that stands for one of some types of JSON; the text where none is known or fits."""
+    bare = text.strip()
+    if "string" in kinds:
+        return None if "null" in kinds and bare == "null" else text
+    if not kinds:
+        return text
+    if bare in PYTHON:
+        return PYTHON[bare]
+    value = load(bare)
+    return text if value is None and bare != "null" else value
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the types that a JSON schema allows, as far as it names them."""
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("type")
+    kinds = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
+    for name in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(name)
+        kinds |= {kind for part in (parts if isinstance(parts, list) else []) for kind in _kinds(part)}
+    values = schema.get("enum")
+    if not kinds and isinstance(values, list):
+        kinds = {"string" if isinstance(value, str) else "other" for value in values}
+    return kinds
