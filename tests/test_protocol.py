@@ -489,6 +489,8 @@ class TestTools:
             ("<tool_call><function=other></function></tool_call>", None, 0),
             ("<tool_call><function=weather>Rome</function></tool_call>", None, 0),
             ("<tool_call>weather Rome</tool_call>", None, 0),
+            ("weather", None, 0),
+            ("<function=weather></function>", None, 0),
             ("plain", None, 0),
             ('{"name": 3}', None, 0),
         ]:

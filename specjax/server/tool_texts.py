@@ -60,10 +60,10 @@ def load(text: str) -> Any:
 
 
 def calls_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names and arguments of the calls that are a text, none if it holds anything else.
+    """Return the names and arguments of the calls between two tags, none if the text holds anything else.
 
     Args:
-        text: one call, or several of one form.
+        text: one call in any form, or several of one form.
         schemas: the JSON schemas of the arguments of the tools that may be called, by name.
     """
     for functions, arguments in ((FUNCTIONS, PARAMETERS), (INVOKES, NAMED)):
@@ -72,12 +72,12 @@ def calls_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str,
     name, key, rest = text.partition("<arg_key>")
     if name.strip() in schemas:
         return _typed([(name.strip(), PAIRS.of(key + rest))], schemas)
-    return _objects(load(text), schemas)
+    return objects_of(text, schemas)
 
 
-def _objects(value: Any, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls of an object or a list of objects, none if it holds anything else."""
-    calls = []
+def objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of a text that is an object or a list of objects, none if it holds anything else."""
+    value, calls = load(text), []
     for item in value if isinstance(value, list) else [value]:
         name = item.get("name") if isinstance(item, dict) else None
         arguments = item.get("arguments", item.get("parameters")) if isinstance(item, dict) else None

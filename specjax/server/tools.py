@@ -3,12 +3,12 @@
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
-from specjax.server.tool_texts import calls_of, load
+from specjax.server.tool_texts import calls_of, load, objects_of
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
@@ -132,13 +132,13 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
         return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
     most = 1 if tools.is_single else None
     rest, blocks = _parted(text)
-    found = [_calls_of(block, tools) for block in blocks]
+    found = [_calls_of(block, tools, calls_of) for block in blocks]
     if found and all(found):
         return rest.strip(), [call for calls in found for call in calls][:most]
     whole = text.strip()
     for prefix in _PREFIXES:
         whole = whole.removeprefix(prefix)
-    calls = _calls_of(whole, tools)[:most]
+    calls = _calls_of(whole, tools, objects_of)[:most]
     return ("", calls) if calls else (text, [])
 
 
@@ -156,11 +156,11 @@ def _parted(text: str) -> tuple[str, list[str]]:
     return "".join([*rest, text[place:]]), blocks
 
 
-def _calls_of(text: str, tools: Tools) -> list[ToolCall]:
-    """Return the calls that are a text, none if it holds anything else."""
+def _calls_of(text: str, tools: Tools, read: Callable[[str, Mapping[str, Any]], list]) -> list[ToolCall]:
+    """Return the calls that are a text, which `read` finds, none if it holds anything else."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools.described}
     schemas = {name: functions.get(name, {}).get("parameters") for name in tools.names}
-    return [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in calls_of(text, schemas)]
+    return [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in read(text, schemas)]
 
 
 def num_certain(text: str, tools: Tools) -> int:

@@ -11,7 +11,6 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 OF_LENGTHS = "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # fields beside `alpha` without effect
-
 OF_LAYERS = "moe_topk", "moe_intermediate_size", "num_shared_expert"  # fields that may have a number for each layer
 TRAINING = "moe_drop_tokens", "moe_random_routing_dropped_token"
 
