@@ -1,11 +1,12 @@
 """Calls of tools in the text of an answer, in the forms that models write.
 
 * An object with "name" and "arguments", or "parameters", as Qwen3, Hermes and Llama write it.
+* The name and an object of the arguments, as Mistral Small 3.2 and Ministral 3 write it.
 * `<function=NAME>`, with a `<parameter=KEY>` for each argument, as Qwen3-Coder, Qwen3.5 and Nemotron 3 write it.
 * The name and pairs of `<arg_key>` and `<arg_value>`, as GLM-4.5 writes it.
 * `<invoke name="NAME">`, with a `<parameter name="KEY">` for each argument, as MiniMax-M2 writes it.
 
-In the last three forms the values are texts. Where the JSON schema of a tool gives an argument another type, the text
+In the forms of tags the values are texts. Where the JSON schema of a tool gives an argument another type, the text
 is read as JSON.
 """
 
@@ -44,17 +45,22 @@ NAMED = Elements(re.compile(r'<parameter name="([^"]+)">'), re.compile(r"</param
 PAIRS = Elements(
     re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"), re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 )
+NAME = re.compile(r"(?:\[TOOL_CALLS\])?\s*([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)?(?={)")
+SPACES = re.compile(r"\s*")
 PYTHON = {"True": True, "False": False, "None": None}  # as some templates show values
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def load(text: str) -> Any:
     """Return the value of a JSON text; None if it is no JSON, which has no NaN and no infinite numbers."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(name)
-
     try:
-        return json.loads(text, parse_constant=refuse)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
@@ -84,6 +90,26 @@ def objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[st
         if not isinstance(name, str) or name not in schemas or not isinstance(arguments, dict):
             return []
         calls.append((name, arguments))
+    return calls
+
+
+def named_objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of a text that is names, each before its arguments, none if it holds anything else.
+
+    The tokens `[TOOL_CALLS]` before a name and `[ARGS]` after it may be in the text or not.
+    """
+    calls, place = [], 0
+    while place < len(text):
+        begin = NAME.match(text, place)
+        if not begin or begin.group(1) not in schemas:
+            return []
+        try:
+            arguments, end = DECODER.raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
+            return []
+        calls.append((begin.group(1), arguments))
+        spaces = SPACES.match(text, end)
+        place = spaces.end() if spaces else end
     return calls
 
 

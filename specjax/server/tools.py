@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
-from specjax.server.tool_texts import calls_of, load, objects_of
+from specjax.server.tool_texts import calls_of, load, named_objects_of, objects_of
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
@@ -124,9 +124,9 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
     calls are anywhere between `<tool_call>` and `</tool_call>`, or the tags of MiniMax, in one of the forms of
-    `tool_texts`, or objects, one or a list of them, as the whole text. Only names of the request's tools count.
-    Everything else stays text, and so does an answer that ended before its call did. Where only one call may be, those
-    after it are left out.
+    `tool_texts`; or the whole text is an object, a list of objects, or names each before its arguments. Only names of
+    the request's tools count. Everything else stays text, and so does an answer that ended before its call did. Where
+    only one call may be, those after it are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
@@ -138,7 +138,7 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     whole = text.strip()
     for prefix in _PREFIXES:
         whole = whole.removeprefix(prefix)
-    calls = _calls_of(whole, tools, objects_of)[:most]
+    calls = (_calls_of(whole, tools, objects_of) or _calls_of(whole, tools, named_objects_of))[:most]
     return ("", calls) if calls else (text, [])
 
 
@@ -170,10 +170,19 @@ def num_certain(text: str, tools: Tools) -> int:
         return 0
     if start[0] in "{[" or any(prefix.startswith(start[: len(prefix)]) for prefix in _PREFIXES):
         return 0
+    if any(_may_call(start, name) for name in tools.names):
+        return 0
     begun = [text.index(opening) for opening in _OPENINGS if opening in text]
     most = max(map(len, _OPENINGS)) - 1
     held = (size for size in range(min(len(text), most), 0, -1) if any(o.startswith(text[-size:]) for o in _OPENINGS))
     return min(begun) if begun else len(text) - next(held, 0)
+
+
+def _may_call(text: str, name: str) -> bool:
+    """Return whether a text may be the beginning of a tool's name before its arguments."""
+    if len(text) < len(name):
+        return name.startswith(text)
+    return text.startswith(name) and text[len(name) :].lstrip()[:1] in ("", "{", "[")
 
 
 class CallFinder:
