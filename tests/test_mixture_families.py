@@ -234,6 +234,15 @@ def test_corrections_keep_their_bits(case, tmp_path):
         np.testing.assert_array_equal(one, other.reshape(-1))
 
 
+def test_factors_on_embeddings(tmp_path):
+    """Trinity's is a number of Python in transformers, so that the product alone is rounded to 16 bits."""
+    model = load(write(tmp_path / "model", "afmoe"), "bfloat16", feature_layers=(0,))
+    ids = jnp.arange(64)[None]
+    output, _ = jax.jit(model.apply)(model.params, ModelInput(ids, ids), None)
+    expected = model.params["embedding"].astype(jnp.float32) * np.float32(32**0.5)
+    np.testing.assert_array_equal(output.features.taps[0], expected.astype(jnp.bfloat16))
+
+
 def test_laguna_without_windows(tmp_path):
     """Some releases have a window of 0, which no layer has. The tables alone say which part of a head turns."""
     whole = {"rope_type": "default", "rope_theta": 20.0}

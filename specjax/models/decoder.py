@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specjax.models import network, recurrent
 from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.latent_attention import InitLatents, latent_mixer
-from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer
+from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer, times
 from specjax.models.layer_input import LayerInput
 from specjax.models.linear import Norm, linear, rms_norm
 from specjax.models.recurrent import Recurrent
@@ -47,7 +47,7 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     layers: tuple[LayerConfig, ...] = (LayerConfig(),)  # of each layer, or one of all layers
     norm_offset: float = 0.0  # number added to the scale of every norm
-    embedding_factor: float = 1.0  # factor on embeddings, rounded to their dtype
+    embedding_factor: float = 1.0  # factor on embeddings, multiplied in float32
     logit_divisor: float = 1.0  # number that divides logits, before their soft cap
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
@@ -183,7 +183,7 @@ def _apply(
     with jax.default_matmul_precision(precision):
         x = network.embed(embedding, inputs.tokens, config.axis_name, params.get("links"))
         if config.embedding_factor != 1:
-            x = x * jnp.asarray(config.embedding_factor, x.dtype)
+            x = times(x, config.embedding_factor)
         taps = network.Taps(feature_layers)
         taps.collect(0, x)
         found, new_cache = _memories(config, params, inputs, cache), [{}] * config.num_layers

@@ -171,6 +171,10 @@ class Tensors:
         other._unread = dict(self._unread)
         return other
 
+    def rounded(self, number: float) -> float:
+        """Return a number with the bits of the dtype of the arrays."""
+        return float(np.asarray(number, self._dtype))
+
     def inside(self, prefix: str) -> "Tensors":
         """Return these tensors, in whose names `prefix` stands where other files have "model."."""
         other = copy.copy(self)

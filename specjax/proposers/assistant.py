@@ -14,7 +14,7 @@ from specjax.decoding.drafters import InMemory, check_draft_length
 from specjax.models.attention import Cache, attend_to_cache, attention_mask, cache_scales, num_slots
 from specjax.models.decoder import DecoderConfig
 from specjax.models.directory import Checkpoint
-from specjax.models.layer import LayerConfig, norm_of, run_layer
+from specjax.models.layer import LayerConfig, norm_of, run_layer, times
 from specjax.models.linear import linear, lookup, rms_norm
 from specjax.models.network import Apply
 from specjax.models.rope import Rotation, rotate, rotation
@@ -134,8 +134,7 @@ class Assistant(InMemory):
     def _run(self, context: Context, token: Array, hidden: Array, pools: Any) -> tuple[Array, Any]:
         """Return the output [B, 1, h] of the layers after their last norm, and the target's pools."""
         config, params = self.config, self.params
-        embedded = lookup(params["embedding"], token)
-        embedded = embedded * jnp.asarray(self.embedding_factor, embedded.dtype)
+        embedded = times(lookup(params["embedding"], token), self.embedding_factor)
         x = linear(jnp.concatenate([embedded, hidden], axis=-1), params["pre_projection"], transposed=True)
         last = jnp.maximum(context.length - 2, 0)[:, None]  # the last slot that the target has fed
         inputs, pools = ModelInput(token, last, pages=context.pages), list(pools)

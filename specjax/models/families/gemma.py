@@ -42,6 +42,6 @@ def decoder(
         head_size=256,
         tie_embeddings=True,
         norm_offset=norm_offset,
-        embedding_factor=config.size("hidden_size") ** 0.5,
+        embedding_factor=tensors.rounded(config.size("hidden_size") ** 0.5),
         **options,
     )
