@@ -486,6 +486,8 @@ class TestTools:
             ("So.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>", "So.", 1),
             (f"<minimax:tool_call>\n{INVOKE}{INVOKE}</minimax:tool_call>", "", 2),
             (f"<tool_call>{INVOKE}</minimax:tool_call>", None, 0),
+            (f"<seed:tool_call>{QWEN}</seed:tool_call>", "", 1),
+            (f"A <tool_calls>\n[{call}, {call}]\n</tool_calls>", "A", 2),
             ("<tool_call><function=other></function></tool_call>", None, 0),
             ("<tool_call><function=weather>Rome</function></tool_call>", None, 0),
             ("<tool_call>weather Rome</tool_call>", None, 0),
@@ -587,6 +589,7 @@ class TestTools:
         assert num_certain("abc", free._replace(is_required=True)) == 0
 
 
+QWEN = "<function=weather>\n<parameter=city>Rome</parameter>\n</function>"
 INVOKE = '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>'
 
 

@@ -2,7 +2,8 @@
 
 * An object with "name" and "arguments", or "parameters", as Qwen3, Hermes and Llama write it.
 * The name and an object of the arguments, as Mistral Small 3.2 and Ministral 3 write it.
-* `<function=NAME>`, with a `<parameter=KEY>` for each argument, as Qwen3-Coder, Qwen3.5 and Nemotron 3 write it.
+* `<function=NAME>`, with a `<parameter=KEY>` for each argument, as Qwen3-Coder, Qwen3.5, Nemotron 3 and
+  Seed-OSS write it.
 * The name and pairs of `<arg_key>` and `<arg_value>`, as GLM-4.5 writes it.
 * `<invoke name="NAME">`, with a `<parameter name="KEY">` for each argument, as MiniMax-M2 writes it.
 

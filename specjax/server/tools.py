@@ -13,8 +13,9 @@ from specjax.server.tool_texts import calls_of, load, named_objects_of, objects_
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
 
-_OPENING = re.compile(r"<((?:minimax:)?tool_call)>")  # before a call, or before several
-_OPENINGS = "<tool_call>", "<minimax:tool_call>"
+_TAGS = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call"  # around a call, or around several
+_OPENINGS = tuple(f"<{tag}>" for tag in _TAGS)
+_OPENING = re.compile(f"<({'|'.join(_TAGS)})>")
 _PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls that are a whole answer
 
 NAME = Text(
@@ -123,7 +124,7 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
-    calls are anywhere between `<tool_call>` and `</tool_call>`, or the tags of MiniMax, in one of the forms of
+    calls are anywhere between `<tool_call>` and `</tool_call>`, or two other tags, in one of the forms of
     `tool_texts`; or the whole text is an object, a list of objects, or names each before its arguments. Only names of
     the request's tools count. Everything else stays text, and so does an answer that ended before its call did. Where
     only one call may be, those after it are left out.
