@@ -235,12 +235,11 @@ def _rotations(
         pools = cache.pools if isinstance(cache, Memory) else cache
         length = next(num_slots(pool, inputs) for pool in pools if pool)
 
-    def turns(rope: Rope, size: int) -> Rotation | None:
-        if rope.size == 0:
-            return None
-        return rotation(inputs.positions, size, rope.theta, rope.scaling, rope.size, length)
-
-    return {way: turns(*way) for way in dict.fromkeys(_turning(config, layer) for layer in config.each_layer)}
+    ways = dict.fromkeys(_turning(config, layer) for layer in config.each_layer)
+    return {
+        (rope, size): rotation(inputs.positions, size, rope.theta, rope.scaling, rope.size, length)
+        for rope, size in ways
+    }
 
 
 def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:

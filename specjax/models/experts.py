@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that XLA multiplies at a time
 FEW_PAIRS = 16  # pairs of a row and an expert that kernels multiply apart even if pairs share experts; codes of 4 bits
-MIN_SUM = 1e-12  # the least sum that the weights of experts are divided by whose choice is corrected
+MIN_SUM = 1e-12  # the least sum that weights are divided by; corrections may choose experts without probability
 FEW_ROWS = 64  # rows whose largest scores are found by comparing each with each
 Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
 
@@ -119,8 +119,7 @@ class SoftmaxTopK:
         _, experts = largest(scores, self.num_chosen)
         weights = _at(probabilities, experts)
         if self.is_renormalized:
-            total = jnp.sum(weights, axis=-1, keepdims=True)
-            weights = weights / (jnp.maximum(total, MIN_SUM) if self.has_corrections else total)
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), MIN_SUM)
         if self.has_scales:
             weights = weights * _at(params["router_scale"].astype(jnp.float32)[None], experts)
         return experts, weights

@@ -217,8 +217,8 @@ def rotation(
     scaling: RopeScaling | None = None,
     turned: int | None = None,
     length: int | None = None,
-) -> Rotation:
-    """Return the cosines and sines for heads of `size` numbers at positions [B, T] int32.
+) -> Rotation | None:
+    """Return the cosines and sines for heads of `size` numbers at positions [B, T] int32; None where none turns.
 
     Args:
         positions: [B, T] int32.
@@ -228,6 +228,8 @@ def rotation(
         turned: so many numbers turn, in the first pairs, by the frequencies of a head of this size; None is all.
         length: static number of positions that each row has room for, where the scaling depends on it.
     """
+    if turned == 0:
+        return None
     turned = size if turned is None else turned
     frequency = frequencies(turned, theta)
     if scaling is not None:

@@ -92,9 +92,7 @@ def run_layers(
     Returns:
         The residual stream after the last layer [B, T, h], and the cache of each layer afterwards.
     """
-    turns = None
-    if config.rotary_size != 0:
-        turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling, config.rotary_size)
+    turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling, config.rotary_size)
     new_cache = []
     for i, (layer, memory) in enumerate(zip(config.each_layer, memories, strict=True)):
         x, kept = run_layer(config, layer, params[i], x, turns, memory, None if i else residual)

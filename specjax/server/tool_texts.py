@@ -46,8 +46,7 @@ NAMED = Elements(re.compile(r'<parameter name="([^"]+)">'), re.compile(r"</param
 PAIRS = Elements(
     re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"), re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 )
-NAME = re.compile(r"(?:\[TOOL_CALLS\])?\s*([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)?(?={)")
-SPACES = re.compile(r"\s*")
+NAME = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)?(?={)")
 PYTHON = {"True": True, "False": False, "None": None}  # as some templates show values
 
 
@@ -105,12 +104,10 @@ def named_objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, d
         if not begin or begin.group(1) not in schemas:
             return []
         try:
-            arguments, end = DECODER.raw_decode(text, begin.end())
+            arguments, place = DECODER.raw_decode(text, begin.end())
         except (ValueError, RecursionError):
             return []
         calls.append((begin.group(1), arguments))
-        spaces = SPACES.match(text, end)
-        place = spaces.end() if spaces else end
     return calls
 
 

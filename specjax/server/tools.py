@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
@@ -124,7 +124,7 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
-    calls are anywhere between `<tool_call>` and `</tool_call>`, or two other tags, in one of the forms of
+    calls are anywhere between `<tool_call>` and `</tool_call>`, or two other of `_TAGS`, in one of the forms of
     `tool_texts`; or the whole text is an object, a list of objects, or names each before its arguments. Only names of
     the request's tools count. Everything else stays text, and so does an answer that ended before its call did. Where
     only one call may be, those after it are left out.
@@ -132,15 +132,17 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
     most = 1 if tools.is_single else None
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools.described}
+    schemas = {name: functions.get(name, {}).get("parameters") for name in tools.names}
     rest, blocks = _parted(text)
-    found = [_calls_of(block, tools, calls_of) for block in blocks]
+    found = [calls_of(block, schemas) for block in blocks]
     if found and all(found):
-        return rest.strip(), [call for calls in found for call in calls][:most]
+        return rest.strip(), _tool_calls([call for calls in found for call in calls][:most])
     whole = text.strip()
     for prefix in _PREFIXES:
         whole = whole.removeprefix(prefix)
-    calls = (_calls_of(whole, tools, objects_of) or _calls_of(whole, tools, named_objects_of))[:most]
-    return ("", calls) if calls else (text, [])
+    calls = objects_of(whole, schemas) or named_objects_of(whole, schemas)
+    return ("", _tool_calls(calls[:most])) if calls else (text, [])
 
 
 def _parted(text: str) -> tuple[str, list[str]]:
@@ -157,11 +159,8 @@ def _parted(text: str) -> tuple[str, list[str]]:
     return "".join([*rest, text[place:]]), blocks
 
 
-def _calls_of(text: str, tools: Tools, read: Callable[[str, Mapping[str, Any]], list]) -> list[ToolCall]:
-    """Return the calls that are a text, which `read` finds, none if it holds anything else."""
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools.described}
-    schemas = {name: functions.get(name, {}).get("parameters") for name in tools.names}
-    return [ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in read(text, schemas)]
+def _tool_calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
+    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
 
 
 def num_certain(text: str, tools: Tools) -> int:
@@ -173,10 +172,11 @@ def num_certain(text: str, tools: Tools) -> int:
         return 0
     if any(_may_call(start, name) for name in tools.names):
         return 0
-    begun = [text.index(opening) for opening in _OPENINGS if opening in text]
+    if begin := _OPENING.search(text):
+        return begin.start()
     most = max(map(len, _OPENINGS)) - 1
     held = (size for size in range(min(len(text), most), 0, -1) if any(o.startswith(text[-size:]) for o in _OPENINGS))
-    return min(begun) if begun else len(text) - next(held, 0)
+    return len(text) - next(held, 0)
 
 
 def _may_call(text: str, name: str) -> bool:
