@@ -8,8 +8,10 @@ factor of the scores, and the scale of values a factor of the result, so that a 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -24,6 +26,7 @@ FLOAT8 = jnp.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
 _SMALLEST_QUERY = 2.0**-100  # a query whose numbers are all smaller is not made larger any more
 CacheScales = tuple[Array, Array]  # of keys and of values, [kv heads] float32
+HeadNorm = tuple[Any, float, float]  # scale [head size], epsilon, and a number added to the scale
 
 
 class Layout(NamedTuple):
@@ -60,12 +63,32 @@ class Cached(NamedTuple):
         return None if self.scales_ref is None else plgpu.load(self.scales_ref[1].at[self.kv_head])
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadNorms:
+    """Root-mean-square norms of each query and each key, before they turn."""
+
+    query: Any  # [head size], scale of the norm
+    key: Any  # likewise; None where the keys have had their norm
+    epsilon: float = field(metadata={"static": True})
+    offset: float = field(default=0.0, metadata={"static": True})  # number added to the scales
+
+    @property
+    def of_query(self) -> HeadNorm:
+        return self.query, self.epsilon, self.offset
+
+    @property
+    def of_key(self) -> HeadNorm | None:
+        return None if self.key is None else (self.key, self.epsilon, self.offset)
+
+
 class New(NamedTuple):
-    """References to the arrays of a call: queries, keys and values, and how queries and keys are turned."""
+    """References to the arrays of a call: queries, keys and values, and how queries and keys are changed first."""
 
     heads_ref: Any  # [B, T, H + 2 kv heads, head size]: queries, then keys, then values
     rotation_ref: Any  # cosine and sine [B, T, head size / 2] float32, or None
     start_ref: Any  # [B] int32, the slot of the first token
+    norms: HeadNorms | None  # of references
 
 
 class Scores(NamedTuple):
@@ -204,16 +227,34 @@ def walk(
     return lax.fori_loop(0, pl.cdiv(end - begin, width), body, (attended, page_of(begin)))[0]
 
 
-def load_turned(new: New, sequence: Array, token: Array, head: Array, layout: Layout) -> Array:
-    """Load heads [N, lanes] of new tokens [N], turned where there is a rotation; zeros for tokens past the last."""
+def load_queries(new: New, sequence: Array, token: Array, head: Array, layout: Layout) -> Array:
+    """Load queries [N, lanes] of new tokens [N], normed and turned; zeros for tokens past the last."""
+    return _load_turned(new, sequence, token, head, layout, None if new.norms is None else new.norms.of_query)
+
+
+def _load_turned(new: New, sequence: Array, token: Array, head: Array, layout: Layout, norm: HeadNorm | None) -> Array:
+    """Load heads [N, lanes] of new tokens [N], normed and turned; zeros for tokens past the last."""
     exists, index = (token < new.heads_ref.shape[1])[:, None], (sequence, token[:, None], head)
+    lane, size = lax.iota(jnp.int32, layout.lanes)[None], layout.head_size
     x = load_heads(new.heads_ref, index, layout, exists)
+    wide = x.astype(jnp.float32)
+    square = jnp.sum(wide * wide, axis=1, keepdims=True) / size
+
+    def normed(x: Array, lane: Array) -> Array:
+        """Return numbers [N, lanes] of the heads, at the given lanes, after the norm, rounded as they were loaded."""
+        if norm is None:
+            return x
+        scale_ref, epsilon, offset = norm
+        scale = load_heads(scale_ref, (), layout, None, lane).astype(jnp.float32) + offset
+        return (x.astype(jnp.float32) * lax.rsqrt(square + epsilon) * scale).astype(x.dtype)
+
+    x = normed(x, lane)
     if new.rotation_ref is None:
         return x
-    lane, size = lax.iota(jnp.int32, layout.lanes)[None], layout.head_size
     half = size // 2
     cos, sin = (load_heads(ref, index[:2], layout, exists, lane % half) for ref in new.rotation_ref)
-    partner = load_heads(new.heads_ref, index, layout, exists, (lane + half) % size).astype(jnp.float32)
+    other = (lane + half) % size
+    partner = normed(load_heads(new.heads_ref, index, layout, exists, other), other).astype(jnp.float32)
     turned = x.astype(jnp.float32) * cos + jnp.where(lane < half, -partner, partner) * sin
     return turned.astype(x.dtype)
 
@@ -221,7 +262,7 @@ def load_turned(new: New, sequence: Array, token: Array, head: Array, layout: La
 def write_new(
     new: New, caches_out: Sequence[Any], cached: Cached, token: Array, is_writer: Array | bool = True
 ) -> tuple[Array, Array]:
-    """Store the turned keys and the values of new tokens [N] in their slots, and return them [N, lanes] as stored.
+    """Store keys, normed and turned, and values of new tokens [N] in their slots; return them [N, lanes] as stored.
 
     Tokens that do not exist, lie past the last slot or have no page are not stored.
 
@@ -235,7 +276,8 @@ def write_new(
     layout, sequence, kv_head = cached.layout, cached.sequence, cached.kv_head
     (num_tokens, num_heads), kv_heads = new.heads_ref.shape[1:3], cached.key_ref.shape[2]
     exists, slot = token < num_tokens, new.start_ref[sequence] + token
-    keys = load_turned(new, sequence, token, num_heads - 2 * kv_heads + kv_head, layout)
+    norm = None if new.norms is None else new.norms.of_key
+    keys = _load_turned(new, sequence, token, num_heads - 2 * kv_heads + kv_head, layout, norm)
     value_index = sequence, token[:, None], num_heads - kv_heads + kv_head
     values = load_heads(new.heads_ref, value_index, layout, exists[:, None])
     page, place = locate(cached, slot)

@@ -19,14 +19,15 @@ from pallas_kernels.attention import (
     Attended,
     Cached,
     CacheScales,
+    HeadNorms,
     Layout,
     New,
     Scores,
     as_factors,
     attend,
     layout_of,
+    load_queries,
     load_sinks,
-    load_turned,
     scores_of,
     store_heads,
     walk,
@@ -101,6 +102,7 @@ def decode_attention(
     num_hidden: int = 0,
     cache_scales: CacheScales | None = None,
     sinks: Array | None = None,
+    norms: HeadNorms | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Attend to the slots before `start` and causally to the new tokens, and write these to the slots from it on.
@@ -125,6 +127,7 @@ def decode_attention(
         cache_scales: keys and values are stored divided by these; None is 1. The new tokens, too, are attended to as
             they are stored.
         sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
+        norms: of queries and new keys, before they turn; None for none.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -147,7 +150,7 @@ def decode_attention(
         )
     if tree is not None:
         tree = tree[0].astype(jnp.int32), tree[1]
-    new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
+    new = New(jnp.concatenate([query, key, value], axis=2), rotation, start, norms)
     inputs = _Inputs(new, key_cache, value_cache, pages, tree, cache_scales, sinks if plan.splits == 1 else None)
     first_cache = len(jax.tree.leaves(new))
     ((attended, log_mass, key_cache, value_cache),) = pl.pallas_call(
@@ -171,15 +174,17 @@ def _plan(query_shape: tuple[int, ...], kv_heads: int, layout: Layout, scores: S
     row_blocks = pl.cdiv(num_tokens * group, num_rows)
     programs = batch_size * kv_heads * row_blocks
     splits = min(_MAX_SPLITS, pl.next_power_of_2(pl.cdiv(NUM_MULTIPROCESSORS, programs)))
+    num_new = max(_MIN_DOT, pl.next_power_of_2(num_tokens))
+    num_warps = 2 if splits == 1 and num_rows <= 32 else 4
     return _Plan(
         num_tokens=num_tokens,
         group=group,
         num_rows=num_rows,
         row_blocks=row_blocks,
-        num_new=max(_MIN_DOT, pl.next_power_of_2(num_tokens)),
+        num_new=num_new,
         splits=splits,
         block_size=32 if splits == 1 else 64,
-        num_warps=2 if splits == 1 and num_rows <= 32 else 4,
+        num_warps=8 if num_new * layout.lanes > _MAX_NUMBERS else num_warps,  # so that new keys fit the registers
         layout=layout,
         scores=scores,
     )
@@ -194,7 +199,7 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
     caches = inputs.key_cache, inputs.value_cache, inputs.pages
     cached = Cached(*caches, sequence, kv_head, plan.layout, inputs.cache_scales)
     queries = _Queries(
-        load_turned(inputs.new, sequence, token, head[:, None], plan.layout),
+        load_queries(inputs.new, sequence, token, head[:, None], plan.layout),
         token,
         _positions(inputs, sequence, token, plan),
         inputs.new.start_ref[sequence],

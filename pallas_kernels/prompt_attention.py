@@ -18,6 +18,7 @@ from pallas_kernels.attention import (
     Attended,
     Cached,
     CacheScales,
+    HeadNorms,
     Layout,
     New,
     Scores,
@@ -25,8 +26,8 @@ from pallas_kernels.attention import (
     attend,
     layout_of,
     load_heads,
+    load_queries,
     load_sinks,
-    load_turned,
     scores_of,
     store_heads,
     unsupported,
@@ -69,6 +70,7 @@ def prompt_attention(
     num_hidden: int = 0,
     cache_scales: CacheScales | None = None,
     sinks: Array | None = None,
+    norms: HeadNorms | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Write new tokens to the slots from `start` on, and attend from each to the slots up to its own.
@@ -91,6 +93,7 @@ def prompt_attention(
         cache_scales: keys and values are stored divided by these; None is 1. The new tokens, too, are attended to as
             they are stored.
         sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
+        norms: of queries and new keys, before they turn; None for none.
         interpret: run the kernel interpreted, on any platform.
 
     Returns:
@@ -109,7 +112,7 @@ def prompt_attention(
     num_rows, num_warps = _program_size(batch_size * kv_heads, num_tokens * group, layout.lanes)
     block_size = _BLOCK if layout.lanes <= 128 else _BLOCK // 2
     plan = _Plan(num_tokens, group, num_rows, block_size, layout, scores_of(layout, scale, softcap, window, num_hidden))
-    new = New(jnp.concatenate([query, key, value], axis=2), rotation, start)
+    new = New(jnp.concatenate([query, key, value], axis=2), rotation, start, norms)
     key_cache, value_cache, query = call(
         partial(_write_kernel, plan=plan),
         (key_cache, value_cache, jax.ShapeDtypeStruct(query.shape, query.dtype)),
@@ -154,7 +157,7 @@ def _write_kernel(inputs, outputs, *, plan: _Plan):
     write_new(new, caches_out, cached, block * _TOKENS + lax.iota(jnp.int32, _TOKENS))
     for i in range(plan.group):
         token, head = block * _TOKENS + lax.iota(jnp.int32, _TOKENS), kv_head * plan.group + i
-        heads = load_turned(new, sequence, token, head, plan.layout)
+        heads = load_queries(new, sequence, token, head, plan.layout)
         store_heads(query_ref, (sequence, token[:, None], head), heads, plan.layout, (token < plan.num_tokens)[:, None])
 
 

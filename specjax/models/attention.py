@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
-from pallas_kernels.attention import CacheScales, stored
+from pallas_kernels.attention import CacheScales, HeadNorms, stored
 from specjax.models.block_attention import BLOCK, SMALL_BLOCK, Cache, attend_in_blocks, loaded
 from specjax.models.dense_attention import attend, attend_few
 from specjax.models.latent_heads import Expand, HeadMatrices
+from specjax.models.linear import Norm, rms_norm
 from specjax.models.rope import Rotation, rotate
 from specjax.operations.dispatch import dispatch
 from specjax.operations.groups import split
@@ -42,6 +43,7 @@ class KeyValues(Protocol):
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, Any]:
         """Attend from the queries of a call, with its keys and values among those that they see.
 
@@ -53,11 +55,26 @@ class KeyValues(Protocol):
             scale: factor of the scores; None is 1 / sqrt(D).
             softcap: number c that turns a score s into c tanh(s / c); None for none.
             sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
+            norms: of queries and keys, before they turn; None for none.
 
         Returns:
             The attention of the queries [B, T, H, D], and the record that replaces the layer's cache.
         """
         ...
+
+
+def normed(query: Array, key: Any, norms: HeadNorms | None) -> tuple[Array, Any]:
+    """Return queries and keys [B, T, heads, D], which may be None, after their norms; None keeps both."""
+    if norms is None:
+        return query, key
+    of_key = norms.of_key
+    return rms_norm(query, Norm(*norms.of_query)), key if of_key is None else rms_norm(key, Norm(*of_key))
+
+
+def placed(query: Array, key: Array, turns: Rotation | None, norms: HeadNorms | None) -> tuple[Array, Array]:
+    """Return queries and keys [B, T, heads, D] after their norms and their rotation."""
+    query, key = normed(query, key, norms)
+    return rotate(query, turns), rotate(key, turns)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["mask"], meta_fields=[])
@@ -76,8 +93,9 @@ class Uncached:
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, None]:
-        return attend(rotate(query, turns), rotate(key, turns), value, self.mask, scale, softcap, sinks), None
+        return attend(*placed(query, key, turns, norms), value, self.mask, scale, softcap, sinks), None
 
     def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, None]:
         """Attend as `latent_attention.Latents` says."""
@@ -116,6 +134,7 @@ class Cached:
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, Cache]:
         shape = query.shape
         query, key, value, turns = in_tiles(self.inputs, (query, key, value, turns))
@@ -133,6 +152,7 @@ class Cached:
             sinks=sinks,
             num_hidden=self.num_hidden,
             scales=self.scales,
+            norms=norms,
             is_packed=self.is_packed,
         )
         return attended.reshape(shape), cache
@@ -170,8 +190,9 @@ class Grouped:
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, Cache]:
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "norms": norms}
         return self._each((query, key, value, turns), lambda one, part: one.attend(*part, **how))
 
     def attend_to_latents(self, query: Array, latent: Array, heads: HeadMatrices, scale: float) -> tuple[Array, Cache]:
@@ -313,6 +334,7 @@ def attend_to_cache(
     num_hidden: int = 0,
     sinks: Array | None = None,
     scales: CacheScales | None = None,
+    norms: HeadNorms | None = None,
     is_packed: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Cache]:
@@ -334,6 +356,7 @@ def attend_to_cache(
         num_hidden: number of slots, from the first on, that only their own tokens see, as in `mask`.
         sinks: [H] floats, the score of one more place of each head, whose value is 0; None for none.
         scales: of keys and values, [kv heads] float32: the cache stores them divided by these; None is 1.
+        norms: of queries and keys, before they turn; None for none.
         is_packed: whether rows are the tiles of a packed call, and so may see what others write.
         implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA where it supports the case.
 
@@ -348,9 +371,9 @@ def attend_to_cache(
     of_scores: dict[str, Any] = {"scale": scale, "softcap": softcap}
     hidden: dict[str, Any] = {"window": window, "num_hidden": num_hidden}
 
-    def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, sinks, *, interpret):
+    def by_kernel(query, key, value, cache, inputs, mask, rotation, scales, sinks, norms, *, interpret):
         tokens = query, key, value, cache["key"], cache["value"], inputs.positions[:, 0], rotation, inputs.pages
-        options = hidden | of_scores | {"cache_scales": scales, "sinks": sinks, "interpret": interpret}
+        options = hidden | of_scores | {"cache_scales": scales, "sinks": sinks, "norms": norms, "interpret": interpret}
         if is_for_few:
             tree = None if inputs.mask is None else (inputs.mask, inputs.positions)
             attended, *updated = of_few.decode_attention(*tokens, tree, **options)
@@ -358,14 +381,14 @@ def attend_to_cache(
             attended, *updated = of_many.prompt_attention(*tokens, **options)
         return attended, dict(zip(("key", "value"), updated, strict=True))
 
-    def by_xla(query, key, value, cache, inputs, mask, rotation, scales, sinks):
-        query, key = rotate(query, rotation), rotate(key, rotation)
+    def by_xla(query, key, value, cache, inputs, mask, rotation, scales, sinks, norms):
+        query, key = placed(query, key, rotation, norms)
         cache = update_cache(cache, key, value, inputs, scales)
         asked = query if scales is None else _times(query, scales[0])
         attended = _attend_in_xla(asked, cache, inputs, mask, sinks, is_packed=is_packed, **hidden, **of_scores)
         return attended if scales is None else _times(attended, scales[1]), cache
 
-    def reason(query, key, value, cache, inputs, mask, rotation, scales, sinks):
+    def reason(query, key, value, cache, inputs, mask, rotation, scales, sinks, norms):
         if is_for_few:
             return of_few.unsupported(query, cache["key"])
         if inputs.mask is not None:
@@ -373,7 +396,7 @@ def attend_to_cache(
         return of_many.unsupported(query, cache["key"])
 
     return dispatch(
-        (query, key, value, cache, inputs, mask, rotation, scales, sinks),
+        (query, key, value, cache, inputs, mask, rotation, scales, sinks, norms),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,

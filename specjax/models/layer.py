@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import HeadNorms
 from specjax.models.attention import KeyValues
 from specjax.models.linear import Norm, linear, outputs_from, rms_norm
 from specjax.models.rope import Rope, Rotation, rotate
@@ -146,26 +147,44 @@ class Attention:
         qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
         query, *own = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
-        query = self._placed(config, params, "query", query, turns)
+        norms = self._norms_of_memory(config, params, call)
+        query = self._placed(config, params, "query", query, turns, norms)
         if call.query_factor is not None:
             query = times(query, call.query_factor[..., None, None])
-        key, value = self._own(config, params, turns, *own) if own else NO_KEYS
+        key, value = self._own(config, params, turns, norms, *own) if own else NO_KEYS
         turns = None if self.norms_turned else turns
-        attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"))
+        attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"), norms)
         if gate:
             attended = attended * jax.nn.sigmoid(gate[0])
         if self.output_gate is not None:
             attended = self.output_gate(config, params, call, attended)
         return join(config, params, "attention_out", attended.reshape(*rows, heads * size), call), kept
 
+    def _norms_of_memory(self, config: "DecoderConfig", params: Params, call: Sublayer) -> HeadNorms | None:
+        """Return the norms of heads that the memory applies, whose kernels do that in the launch that attends.
+
+        They are None where numbers change places, or are multiplied, between the norm and the memory.
+        """
+        rope = config.rope if self.rope is None else self.rope
+        if not self.has_head_norms or rope.size or rope.is_interleaved or call.query_factor is not None:
+            return None
+        query, key = norm_of(params["query_norm"], config), params.get("key_norm")
+        return HeadNorms(query.scale, key, query.epsilon, query.offset)
+
     def _own(
-        self, config: "DecoderConfig", params: Params, turns: Rotation | None, key: Array, value: Array | None = None
+        self,
+        config: "DecoderConfig",
+        params: Params,
+        turns: Rotation | None,
+        norms: HeadNorms | None,
+        key: Array,
+        value: Array | None = None,
     ) -> tuple[Any, Any]:
         """Return the keys and values of the layer [B, T, kv heads, D], given the projections of its input."""
         value = key if value is None else value
         if self.has_value_norm:
             value = rms_norm(value, (jnp.ones(value.shape[-1], jnp.float32), config.norm_eps))
-        return self._placed(config, params, "key", key, turns), value
+        return self._placed(config, params, "key", key, turns, norms), value
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
         """Return the rotated keys and the values [B, T, kv heads, head size] of tokens, without their queries."""
@@ -192,13 +211,23 @@ class Attention:
         return rms_norm(heads, _norm(config, params, name)) if self.has_head_norms else heads
 
     def _placed(
-        self, config: "DecoderConfig", params: Params, name: str, heads: Array, turns: Rotation | None
+        self,
+        config: "DecoderConfig",
+        params: Params,
+        name: str,
+        heads: Array,
+        turns: Rotation | None,
+        norms: HeadNorms | None = None,
     ) -> Array:
-        """Return queries or keys [B, T, H, D] after their norm, in pairs; they turn before a norm of turned heads."""
+        """Return queries or keys [B, T, H, D] after their norm, in pairs; they turn before a norm of turned heads.
+
+        Norms that the memory applies are left to it.
+        """
         rope = config.rope if self.rope is None else self.rope
+        normed = partial(self._normed, config, params, name) if norms is None else lambda heads: heads
         if self.norms_turned:
-            return self._normed(config, params, name, rotate(in_pairs(rope, heads), turns))
-        return in_pairs(rope, self._normed(config, params, name, heads))
+            return normed(rotate(in_pairs(rope, heads), turns))
+        return in_pairs(rope, normed(heads))
 
 
 @dataclass(frozen=True)

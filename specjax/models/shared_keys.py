@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
-from specjax.models.attention import KeyValues
+from pallas_kernels.attention import HeadNorms
+from specjax.models.attention import KeyValues, normed
+from specjax.models.rope import Rotation
 from specjax.types import Array
 
 
@@ -21,9 +23,20 @@ class Lender:
 
     memory: KeyValues
 
-    def attend(self, query: Array, key: Array, value: Array, *options: Any) -> tuple[Array, "Borrowed"]:
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
+        norms: HeadNorms | None = None,
+    ) -> tuple[Array, "Borrowed"]:
         """Attend as `KeyValues` says."""
-        attended, kept = self.memory.attend(query, key, value, *options)
+        query, key = normed(query, key, norms)
+        attended, kept = self.memory.attend(query, key, value, turns, scale, softcap, sinks)
         return attended, Borrowed(_after(self.memory, kept), key, value)
 
 
@@ -33,7 +46,7 @@ class Borrowed:
     """The memory of an earlier layer after the call, with the keys and values of the call."""
 
     memory: KeyValues
-    key: Array  # [B, T, kv heads, D], not yet rotated
+    key: Array  # [B, T, kv heads, D], after their norm, not yet rotated
     value: Array  # [B, T, kv heads, D]
 
     @property
@@ -41,9 +54,20 @@ class Borrowed:
         """The earlier layer's cache after the call; None of whole sequences, which are not kept."""
         return getattr(self.memory, "cache", None)
 
-    def attend(self, query: Array, key: None, value: None, *options: Any) -> tuple[Array, "Borrowed"]:
+    def attend(
+        self,
+        query: Array,
+        key: None,
+        value: None,
+        turns: Rotation | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Array | None = None,
+        norms: HeadNorms | None = None,
+    ) -> tuple[Array, "Borrowed"]:
         """Attend as `KeyValues` says, to the keys and values of the earlier layer."""
-        attended, kept = self.memory.attend(query, self.key, self.value, *options)
+        query, _ = normed(query, key, norms)
+        attended, kept = self.memory.attend(query, self.key, self.value, turns, scale, softcap, sinks)
         return attended, replace(self, memory=_after(self.memory, kept))
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention import HeadNorms
 from specjax.decoding.drafters import InMemory, check_draft_length
-from specjax.models.attention import Cache, attend_to_cache, attention_mask, cache_scales, num_slots
+from specjax.models.attention import Cache, attend_to_cache, attention_mask, cache_scales, normed, num_slots
 from specjax.models.decoder import DecoderConfig
 from specjax.models.directory import Checkpoint
 from specjax.models.layer import LayerConfig, norm_of, run_layer, times
@@ -52,10 +53,11 @@ class TargetKeys:
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, Cache]:
         """Attend as `KeyValues` says, to the keys and values of the target."""
         return attend_to_cache(
-            rotate(query, turns),
+            rotate(normed(query, key, norms)[0], turns),
             self._last("key", query.dtype),
             self._last("value", query.dtype),
             self.cache,

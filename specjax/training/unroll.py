@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import HeadNorms
 from specjax import models
-from specjax.models.rope import Rotation, rotate
+from specjax.models.attention import placed
+from specjax.models.rope import Rotation
 from specjax.proposers.block_draft import BlockHead
 from specjax.proposers.eagle3 import Eagle3Head
 from specjax.proposers.trunk import FeatureHead
@@ -336,11 +338,13 @@ class Rows(NamedTuple):
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, "Rows"]:
         """Add the keys and values of a step, and attend from its queries [B, N, heads, head size]."""
         _check_scores(scale, softcap, sinks)
-        rows = self._replace(keys=(*self.keys, rotate(key, turns)), values=(*self.values, value))
-        return rows._attend(rotate(query, turns)), rows
+        query, key = placed(query, key, turns, norms)
+        rows = self._replace(keys=(*self.keys, key), values=(*self.values, value))
+        return rows._attend(query), rows
 
     def _attend(self, query: Array) -> Array:
         """Attend to the rows of step 0 up to where a query begins, and to the rows of later steps that begin there."""
@@ -416,10 +420,11 @@ class Blocks:
         scale: float | None,
         softcap: float | None,
         sinks: Array | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Array, None]:
         """Attend from the tokens of all blocks [B, count * width, heads, head size]."""
         _check_scores(scale, softcap, sinks)
-        query, key = rotate(query, turns), rotate(key, turns)
+        query, key = placed(query, key, turns, norms)
         batch_size, _, num_heads, size = query.shape
         count, width = self.anchors.shape[1], self.head.block_size
         dtype = jnp.promote_types(query.dtype, jnp.float32)
