@@ -24,9 +24,11 @@ from specjax.models.experts import (
     SoftmaxTopK,
     TopKSoftmax,
     Ungated,
+    router_logits,
     sizes_of_tiles,
     tiles_of,
 )
+from specjax.models.linear import Norm, rms_norm
 from specjax.models.quantized import dequantize
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
@@ -228,6 +230,25 @@ def test_routes_of_codes(num_rows, interpret):
     np.testing.assert_array_equal(made[0], made_by_xla[0])
     np.testing.assert_allclose(made[1], made_by_xla[1], rtol=1e-5)
     assert error(y, np.asarray(expected, np.float64)) < 2e-2
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize(("case", "options"), [("e4m3 in blocks", PLAIN), ("mxfp4", CLIPPED), ("int8", UNGATED)])
+def test_one_row_is_normed_by_the_kernels(case, options, interpret):
+    """By the router's and by the experts', with an offset of the scale; the scales of experts differ from 1."""
+    number, hidden = 16, 160
+    ffn, params, _ = experts_of_codes(case, number, hidden, 72, **options)
+    x = jnp.asarray(5 * numbers(1, hidden, seed=3), jnp.bfloat16)
+    router = jnp.asarray(numbers(number, hidden, seed=4) / 10, jnp.bfloat16)
+    norm = Norm(jnp.asarray(numbers(1, hidden, seed=5)[0], jnp.bfloat16), 0.1, 1.0)
+    how = {"implementation": implementation(interpret)}
+    normed, logits = rms_norm(x, norm), jax.jit(partial(router_logits, norm=norm, **how))(router, x)
+    expected = np.asarray(normed, np.float64) @ np.asarray(router, np.float64).T
+    assert error(logits, expected) < 1e-2
+    made = jax.jit(partial(ffn.route, norm=norm, **how))(params, x, logits)
+    by_xla = jax.jit(partial(ffn.route, implementation="xla"))(params, normed, logits)
+    np.testing.assert_array_equal(made[1], by_xla[1])
+    assert error(made[0], np.asarray(by_xla[0], np.float64)) < 2e-2
 
 
 def test_choices_without_the_kernel():

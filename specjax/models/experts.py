@@ -15,13 +15,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import choice, expert_rows, row_choice
 from pallas_kernels import experts as kernels
+from pallas_kernels import linear as one_row
 from pallas_kernels.experts import Tiles
 from pallas_kernels.row_choice import Largest
 from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
-from specjax.models.linear import linear, rms_norm
+from specjax.models.linear import Norm, linear, rms_norm, with_scale
 from specjax.models.quantized import Quantized, dequantize
-from specjax.operations.dispatch import dispatch
+from specjax.operations.dispatch import dispatch, has_static_shape
 from specjax.parallel.links import sum_over
 from specjax.parallel.loops import as_carry
 from specjax.types import Array
@@ -256,14 +257,15 @@ class Shared:
         }
         return shapes | {"shared_gate": (1, hidden)} if self.is_gated else shapes
 
-    def __call__(self, config: "DecoderConfig", params: Params, x: Array) -> Array:
-        """Return the output of x [B, T, h], of which each device has a summand."""
-        activation, inner = ACTIVATIONS[self.activation], partial(product, config, params, "shared_gate_up", x)
+    def __call__(self, config: "DecoderConfig", params: Params, x: Array, norm: Norm | None) -> Array:
+        """Return the output of x [B, T, h] after its norm, of which each device has a summand."""
+        activation = ACTIVATIONS[self.activation]
+        inner = partial(product, config, params, "shared_gate_up", x, norm=norm)
         inner = inner(activation=activation) if self.num_parts == 2 else activation(inner())
         y = linear(inner, params["shared_out"], transposed=config.transposed)
         if not self.is_gated:
             return y
-        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True)) * y
+        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True, norm=norm)) * y
 
 
 @dataclass(frozen=True)
@@ -301,17 +303,19 @@ class Experts:
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the mixture [B, T, h]."""
-        x = call.x if call.norm is None else rms_norm(call.x, call.norm)
-        rows = x.reshape(-1, x.shape[-1])
-        logits = router_logits(params["router"], self._read_by_router(config, params, call, rows))
+        x, norm = call.x, call.norm
+        if norm is not None and not is_one_row(x):  # the kernels for one row norm it themselves
+            x, norm = rms_norm(x, norm), None
+        rows, before = x.reshape(-1, x.shape[-1]), norm
+        logits = self._logits(config, params, call, rows, norm)
         if self.latent_size is not None:
-            rows = linear(rows[None], params["latent_in"], transposed=config.transposed)[0]
-        y, experts, weights = self.route(params, rows, logits)
+            rows, before = linear(rows[None], params["latent_in"], transposed=config.transposed, norm=norm)[0], None
+        y, experts, weights = self.route(params, rows, logits, before)
         y = y.reshape(*x.shape[:-1], -1).astype(x.dtype)
         if self.latent_size is not None:
             y = linear(y, params["latent_out"], transposed=config.transposed)
         if self.shared is not None:
-            y = y + self.shared(config, params, x)
+            y = y + self.shared(config, params, x, norm)
         if config.axis_name is not None:
             y = sum_over(y, config.axis_name, params.get("links"), after=call.residual)
         if self.has_bias:
@@ -319,12 +323,12 @@ class Experts:
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
         return call.residual + (y if call.finish is None else call.finish(y))
 
-    def _read_by_router(self, config: "DecoderConfig", params: Params, call: Sublayer, rows: Array) -> Array:
-        """Return the input [T, h] of the router, given the input of the experts."""
+    def _logits(self, config: "DecoderConfig", params: Params, call: Sublayer, rows: Array, norm: Norm | None) -> Array:
+        """Return the logits [T, experts] of the router, given the rows [T, h] that have a norm before them or not."""
         if not self.has_router_norm:
-            return rows
+            return router_logits(params["router"], rows, norm)
         x = rms_norm(call.x.reshape(rows.shape), norm_of(params["router_norm"], config))
-        return times(x, config.hidden_size**-0.5)
+        return router_logits(params["router"], times(x, config.hidden_size**-0.5))
 
     def mix(
         self, params: Params, x: Array, experts: Array, weights: Array, *, implementation: str | None = None
@@ -357,7 +361,13 @@ class Experts:
         )
 
     def route(
-        self, params: Params, x: Array, logits: Array, *, implementation: str | None = None
+        self,
+        params: Params,
+        x: Array,
+        logits: Array,
+        norm: Norm | None = None,
+        *,
+        implementation: str | None = None,
     ) -> tuple[Array, Array, Array]:
         """Choose experts for each row, and return the sum of `mix`, the experts and their weights.
 
@@ -365,6 +375,7 @@ class Experts:
             params: the matrices of experts, and the vectors of the router.
             x: [T, h] floats.
             logits: [T, experts] float32.
+            norm: of x, before the experts; None for none.
             implementation: as `mix` takes it. The choice of few rows has a kernel, too.
 
         Raises:
@@ -372,20 +383,22 @@ class Experts:
         """
         vectors = {name: params[name] for name in self.router.shapes()}
 
-        def by_xla(x: Array, logits: Array, vectors: Params, *matrices: Any) -> tuple[Array, Array, Array]:
+        def by_xla(x: Array, scale: Array | None, logits: Array, vectors: Params, *matrices: Any):
             experts, weights = self.router(vectors, logits)
+            before = with_scale(norm, scale)
+            x = x if before is None else rms_norm(x, before)
             return self._by_xla(x, experts, weights, *matrices), experts, weights
 
-        def by_kernels(x: Array, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
+        def by_kernels(x: Array, scale: Array | None, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
             experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
-            y = self._by_kernels(x, experts, weights, *matrices, interpret=interpret, tiles=tiles)
-            return y, experts, weights
+            how: dict[str, Any] = {"interpret": interpret, "tiles": tiles, "norm": with_scale(norm, scale)}
+            return self._by_kernels(x, experts, weights, *matrices, **how), experts, weights
 
-        def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
+        def reason(x: Array, scale: Any, logits: Array, vectors: Any, gate_up: Array, bias: Any, out: Array):
             return self._unsupported(x, gate_up, out)
 
         return dispatch(
-            (x, logits, vectors, *self._matrices(params)),
+            (x, None if norm is None else norm.scale, logits, vectors, *self._matrices(params)),
             xla=by_xla,
             pallas=by_kernels,
             reason=reason,
@@ -429,6 +442,7 @@ class Experts:
         *,
         interpret: bool,
         tiles: Tiles | None = None,
+        norm: Norm | None = None,
     ) -> Array:
         ungated = self.gate if isinstance(self.gate, Ungated) else None
         gate = self.gate if ungated is None else None
@@ -443,8 +457,9 @@ class Experts:
 
         if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
             flat = experts.reshape(-1)
-            inner = gated(expert_rows.products(x, gate_up, flat, **first))
+            inner = gated(expert_rows.products(x, gate_up, flat, norm=norm, **first))
             return _sum_of_chosen(expert_rows.products(inner, out, flat, **last), weights)
+        x = x if norm is None else rms_norm(x, norm)
         if tiles is None:
             tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
         inner = gated(kernels.product(x, gate_up, tiles, is_gathered=True, **first))
@@ -497,15 +512,42 @@ class Experts:
         return gate, up
 
 
-def router_logits(router: Array | Quantized, x: Array) -> Array:
-    """Return the logits [T, experts] of rows [T, h], in float32 whatever the dtype of the model is.
+def is_one_row(x: Array) -> bool:
+    """Return whether an array [..., h] is known to be one row."""
+    return has_static_shape(x) and x.size == x.shape[-1]
+
+
+def router_logits(
+    router: Array | Quantized, x: Array, norm: Norm | None = None, *, implementation: str | None = None
+) -> Array:
+    """Return the logits [T, experts] of rows [T, h] after a norm, in float32 whatever the dtype of the model is.
 
     A router compares each logit with each. XLA may make the sum of a product's parts a part of the comparison, once for
     each side of it and in another order. A number then differs from itself, two experts share a rank, and no expert has
     another. The barrier keeps the logits in memory, so that both sides read the same numbers.
     """
-    router = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
-    logits = jnp.einsum("th,eh->te", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+
+    def by_xla(x: Array, router: Array | Quantized, scale: Array | None) -> Array:
+        before = with_scale(norm, scale)
+        x = (x if before is None else rms_norm(x, before)).astype(jnp.float32)
+        matrix = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
+        return jnp.einsum("th,eh->te", x, matrix, precision=jax.lax.Precision.HIGHEST)
+
+    def by_kernel(x: Array, router: Array, scale: Array | None, *, interpret: bool) -> Array:
+        return one_row.linear(x[0], router, norm=with_scale(norm, scale), dtype=jnp.float32, interpret=interpret)[None]
+
+    def reason(x: Array, router: Array | Quantized, scale: Array | None) -> str | None:
+        if isinstance(router, Quantized) or x.dtype == jnp.float32:
+            return "the kernel takes rows and a router of 16 bits, so that in float32 no logit depends on other rows"
+        return one_row.unsupported(x, router)
+
+    logits = dispatch(
+        (x, router, None if norm is None else norm.scale),
+        xla=by_xla,
+        pallas=by_kernel,
+        reason=reason,
+        implementation=implementation,
+    )
     return jax.lax.optimization_barrier(logits)
 
 

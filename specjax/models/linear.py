@@ -34,6 +34,11 @@ class Norm(NamedTuple):
         return norm if isinstance(norm, Norm) else cls(norm[0], norm[1])
 
 
+def with_scale(norm: Norm | None, scale: Array | None) -> Norm | None:
+    """Return a norm whose scale an operation was given as an operand; None where there is none."""
+    return None if norm is None or scale is None else norm._replace(scale=scale)
+
+
 def rms_norm(x: Array, norm: Norm | tuple[Array, float], axis_name: str | None = None) -> Array:
     """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale.
 
