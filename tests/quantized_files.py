@@ -39,7 +39,7 @@ def of_group(x, groups):
     return np.asarray(x)[:, groups].astype(np.float32)
 
 
-def gptq(rng, n, k, group, *, bits=4, version=1, symmetric=False, order=False, stored_zero=None):
+def gptq(rng, n, k, group, bits=4, *, version=1, symmetric=False, order=False, stored_zero=None):
     """Return arrays and matrix; `version` is of the zeros, `stored_zero` overrides the stored zero of each.
 
     `order` is whether groups are of inputs that lie apart, or the generator that draws which.

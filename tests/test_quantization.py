@@ -226,6 +226,7 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
     assert bits("mlp.gate_proj") == ("int-quantized", 8)
 
 
+AUTO_ROUND = GPTQ | {"quant_method": "auto-round"}
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 
 
@@ -234,7 +235,13 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
     [
         ({"quant_method": "aqlm"}, "quant_method.*aqlm"),
         (GPTQ | {"bits": 3}, "bits.*4 or 8.*got 3"),
-        (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic"),
+        (GPTQ | {"dynamic": {"+:a": {"bits": 3}}}, r"dynamic\.\+:a\.bits.*4 or 8.*got 3"),
+        (GPTQ | {"dynamic": {"+:a": 8}}, "dynamic.*object.*got 8 for .:a"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic.*patterns of names"),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq:2"}, "packing_format.*auto_gptq:2"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type.*mx_fp"),
+        (AUTO_ROUND | {"extra_config": {"a": {"bits": 2}}}, r"extra_config\.a\.bits.*4 or 8.*got 2"),
+        (AUTO_ROUND | {"extra_config": {"a[": {"bits": 8}}}, "extra_config.*patterns of names"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),
         (GPTQ | {"group_size": 0}, "group_size"),
         (AWQ | {"version": "gemv"}, "version.*gemv"),

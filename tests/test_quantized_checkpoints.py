@@ -36,6 +36,7 @@ def of_modelopt(rng, n, k, in_fp8):
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
 FORMATS = {
     "fp8 blocks": (
         {"quant_method": "fp8", "weight_block_size": [32, 32]},
@@ -44,6 +45,19 @@ FORMATS = {
     "fp8": ({"quant_method": "fp8"}, lambda rng, n, k: files.fp8(rng, n, k, name="weight_scale")),
     "gptq": (GPTQ, lambda rng, n, k: files.gptq(rng, n, k, 32)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, lambda rng, n, k: files.awq(rng, n, k, 32)),
+    "auto-round": (AUTO_ROUND, lambda rng, n, k: files.gptq(rng, n, k, 32)),
+    "auto-round as awq": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+        lambda rng, n, k: files.awq(rng, n, k, 32),
+    ),
+    "gptq mixed": (
+        GPTQ | {"dynamic": {"-:lm_head": {}, r".*\.down_proj": {"bits": 8, "group_size": -1}}},
+        lambda rng, n, k: files.gptq(rng, n, k, *((-1, 8) if k == SIZES["intermediate_size"] else (32, 4))),
+    ),
+    "auto-round mixed": (
+        AUTO_ROUND | {"extra_config": {r".*\.down_proj": {"bits": 8, "group_size": -1}, "lm_head": {"bits": 16}}},
+        lambda rng, n, k: files.gptq(rng, n, k, *((-1, 8) if k == SIZES["intermediate_size"] else (32, 4))),
+    ),
     "packed": (
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
         lambda rng, n, k: files.packed(rng, n, k, 32, symmetric=False),

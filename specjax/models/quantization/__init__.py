@@ -10,7 +10,16 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.quantization import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from specjax.models.quantization import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from specjax.models.quantization.linear_files import StoredLinear
 from specjax.models.quantized import Quantized
 
@@ -46,6 +55,7 @@ FORMATS: tuple[tuple[ModuleType, Any], ...] = (
     (compressed_tensors, compressed_tensors.CompressedTensors),
     (awq, awq.AWQ),
     (gptq, gptq.GPTQ),
+    (auto_round, auto_round.AutoRound),
     (modelopt, modelopt.ModelOpt),
     (bitsandbytes, bitsandbytes.BitsAndBytes),
 )

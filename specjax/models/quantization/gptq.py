@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specjax.models.config_file import ConfigFile
+from specjax.models.quantization.by_name import ByName, changed, pattern_of
 from specjax.models.quantization.linear_files import FLOATS, StoredLinear, num_groups, order_of, signed, unpack
 from specjax.models.quantized import Quantized, pack
 
@@ -26,8 +27,8 @@ class GPTQ:
     unneeded: tuple[str, ...] = ()  # as `Scheme` has them
 
     @classmethod
-    def of(cls, config: ConfigFile) -> "GPTQ":
-        """Read the table quantization_config.
+    def of(cls, config: ConfigFile) -> "GPTQ | ByName":
+        """Read the table quantization_config, whose field dynamic gives matrices other fields by patterns of names.
 
         Raises:
             ValueError: a field is missing, has a wrong value, or is not supported.
@@ -37,18 +38,26 @@ class GPTQ:
             raise ValueError(
                 f"{config.where('bits')} must be 4 or 8, the only values that specjax supports, got {bits}"
             )
-        if config.fields.get("dynamic"):
-            raise config.refused("dynamic")
+        dynamic = config.get("dynamic", dict, {})
         for name in ("lm_head", "true_sequential", "static_groups"):
             config.get(name, bool, False)
         version = config.choice("checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
-        return cls(
+        usual = cls(
             bits,
             group_size(config, "group_size"),
             config.get("sym", bool, True),
             version == "gptq",
             config.get("desc_act", bool, False),
         )
+        others = [
+            # Matrices after "-:" are floats in the files, whatever their fields are.
+            (
+                pattern_of(config, "dynamic", text.removeprefix("+:").removeprefix("-:")),
+                usual if text.startswith("-:") else cls.of(changed(config, "dynamic", text)),
+            )
+            for text in dynamic
+        ]
+        return ByName(usual, tuple(others)) if others else usual
 
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether the files have the codes of a matrix."""
