@@ -86,7 +86,7 @@ class New(NamedTuple):
     """References to the arrays of a call: queries, keys and values, and how queries and keys are changed first."""
 
     heads_ref: Any  # [B, T, H + 2 kv heads, head size]: queries, then keys, then values
-    rotation_ref: Any  # cosine and sine [B, T, head size / 2] float32, or None
+    rotation_ref: Any  # cosine and sine [B, T, R / 2] float32 of the first R numbers of a head, or None
     start_ref: Any  # [B] int32, the slot of the first token
     norms: HeadNorms | None  # of references
 
@@ -251,12 +251,13 @@ def _load_turned(new: New, sequence: Array, token: Array, head: Array, layout: L
     x = normed(x, lane)
     if new.rotation_ref is None:
         return x
-    half = size // 2
+    half = new.rotation_ref[0].shape[-1]
+    turns, is_first = lane < 2 * half, lane < half
+    other = jnp.where(turns, jnp.where(is_first, lane + half, lane - half), lane)
     cos, sin = (load_heads(ref, index[:2], layout, exists, lane % half) for ref in new.rotation_ref)
-    other = (lane + half) % size
     partner = normed(load_heads(new.heads_ref, index, layout, exists, other), other).astype(jnp.float32)
-    turned = x.astype(jnp.float32) * cos + jnp.where(lane < half, -partner, partner) * sin
-    return turned.astype(x.dtype)
+    turned = x.astype(jnp.float32) * cos + jnp.where(is_first, -partner, partner) * sin
+    return jnp.where(turns, turned.astype(x.dtype), x) if 2 * half < size else turned.astype(x.dtype)
 
 
 def write_new(

@@ -115,7 +115,8 @@ def decode_attention(
             heads, D].
         value_cache: as `key_cache`.
         start: [B] int32, the slot of the first new token. Tokens past the end of the cache are not written.
-        rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
+        rotation: cosine and sine [B, T, R / 2] float32 that first turn the halves of the first R numbers of queries
+            and new keys.
         pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
             [0, num_pages) are not written.
         tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, by which a

@@ -83,7 +83,8 @@ def prompt_attention(
             heads, D].
         value_cache: as `key_cache`.
         start: [B] int32, the slot of the first new token. Tokens past the end of the cache are not written.
-        rotation: cosine and sine [B, T, D / 2] float32 that first turn the halves of queries and new keys.
+        rotation: cosine and sine [B, T, R / 2] float32 that first turn the halves of the first R numbers of queries
+            and new keys.
         pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
             [0, num_pages) are not written.
         window: number of slots that a query sees, its own included; None is all before it.

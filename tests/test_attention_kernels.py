@@ -115,14 +115,15 @@ def random_tree(batch, num_tokens, start):
     return jnp.array(sees), jnp.array(start)[:, None] + jnp.array(sees.sum(axis=2) - 1)
 
 
-def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype=None, **options):
+def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype=None, share=1, **options):
     arrays = operands(*case, cache_dtype=cache_dtype)
     if "sinks" in options:
         options["sinks"] = options["sinks"][: case[2]]
     batch, num_tokens, _, _, size, slots, start = case
     if "norms" in options:
         options["norms"] = jax.tree.map(lambda scale: scale[:size], options["norms"])
-    turns = rotation(jnp.arange(batch)[:, None] * 7 + jnp.arange(num_tokens)[None], size, 100.0) if turned else None
+    positions = jnp.arange(batch)[:, None] * 7 + jnp.arange(num_tokens)[None]
+    turns = rotation(positions, size, 100.0, turned=size // share) if turned else None
     trees = [random_tree(batch, num_tokens, start)] if tree else []
     reference, *caches = expected(*arrays, turns, *trees, **options)
     table, given = None, arrays
@@ -155,6 +156,7 @@ TREE = {"tree": True, "window": 6, "turned": True}
 SINKS = {"sinks": np.array([-20, 20, 0, 1, -1, 3, 0.5, 2, 4] * 2, np.float32)}  # one takes nearly all mass of its head
 _SCALES = np.random.default_rng(7).uniform(-1.5, 1.5, (2, 256)).astype(np.float32)
 NORMS = {"norms": HeadNorms(*_SCALES, 1e-6)}
+IN_PART = {"turned": True, "share": 4}  # the first quarter of each head turns
 OF_QUERIES = {"norms": replace(HeadNorms(*_SCALES, 0.1, 1.0), key=None)}
 FLOAT8 = {"cache_dtype": jnp.float8_e4m3fn}
 
@@ -190,6 +192,9 @@ def slow(*values):
         slow("one token", {"page_size": 16} | HIDDEN),
         slow("blocks of several splits", HIDDEN),
         ("empty and full", TURNED | NORMS),
+        slow("empty and full", IN_PART),
+        slow("odd sizes", TREE | {"page_size": 152, "share": 2}),
+        ("one token", IN_PART | NORMS),
         slow("odd sizes", TREE | {"page_size": 152} | NORMS),
         slow("one token", {"page_size": 16} | OF_QUERIES),
         slow("one split", TURNED | NORMS | FLOAT8 | scales(8)),
@@ -213,6 +218,7 @@ def test_few_tokens(case, options):
         slow("odd sizes", {"page_size": 76} | SINKS),
         slow("odd sizes", TURNED | {"page_size": 76} | NORMS),
         slow("from the start", OF_QUERIES),
+        slow("in the middle", IN_PART | {"page_size": 16} | NORMS),
     ],
 )
 def test_many_tokens(case, options):
@@ -269,8 +275,8 @@ def test_no_token_sees_a_later_one(num_tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{}, TURNED, WINDOW, TREE, SINKS, TURNED | NORMS],
-    ids=["plain", "turned", "window", "tree", "sinks", "norms"],
+    [{}, TURNED, WINDOW, TREE, SINKS, TURNED | NORMS, IN_PART | NORMS],
+    ids=["plain", "turned", "window", "tree", "sinks", "norms", "part"],
 )
 @pytest.mark.parametrize("page_size", [None, 16, "all"])
 @pytest.mark.parametrize("case", [*CASES.values(), *PROMPTS.values()], ids=[*CASES, *PROMPTS])

@@ -21,6 +21,7 @@ from specjax.models.rope import (
     Rope,
     YarnScaling,
     frequencies,
+    rotate,
     rotation,
 )
 
@@ -45,6 +46,15 @@ def test_longrope_takes_the_list_of_the_room_of_a_row():
 def test_proportional_scaling_turns_the_first_pairs_of_a_whole_head():
     found = ProportionalScaling(1, 2.0)(frequencies(8, 100.0), 99)
     np.testing.assert_allclose(found, [0.5, 0, 0, 0])
+
+
+def test_numbers_past_the_turned_ones_stay():
+    """The first four of seven turn, as a whole head of four numbers does."""
+    x = np.random.default_rng(0).standard_normal((1, 3, 2, 7)).astype(np.float32)
+    turned = np.asarray(rotate(x, rotation(POSITIONS, 7, 100.0, turned=4)))
+    np.testing.assert_array_equal(turned[..., :4], rotate(x[..., :4], rotation(POSITIONS, 4, 100.0)))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    assert not np.allclose(turned[:, 1:, :, :4], x[:, 1:, :, :4])
 
 
 def test_layers_have_rotations_of_their_own(tmp_path):

@@ -166,7 +166,7 @@ class Attention:
         They are None where numbers change places, or are multiplied, between the norm and the memory.
         """
         rope = config.rope if self.rope is None else self.rope
-        if not self.has_head_norms or rope.size or rope.is_interleaved or call.query_factor is not None:
+        if not self.has_head_norms or rope.is_interleaved or call.query_factor is not None:
             return None
         query, key = norm_of(params["query_norm"], config), params.get("key_norm")
         return HeadNorms(query.scale, key, query.epsilon, query.offset)
@@ -382,17 +382,14 @@ def times(x: Array, factor: Array | float) -> Array:
 
 
 def in_pairs(rope: Rope, heads: Array) -> Array:
-    """Return queries or keys [B, T, H, D] with the numbers that turn together D / 2 apart.
+    """Return queries or keys [B, T, H, D] with the numbers that turn together half of these apart.
 
-    Where only the first `rope.size` numbers of a head turn, their pairs are half of that apart, or side by side.
     Queries and keys in another order have the same products.
     """
-    if not rope.size and not rope.is_interleaved:
+    if not rope.is_interleaved:
         return heads
     turned, kept = jnp.split(heads, [heads.shape[-1] if rope.size is None else rope.size], axis=-1)
-    a, c = (turned[..., 0::2], turned[..., 1::2]) if rope.is_interleaved else jnp.split(turned, 2, axis=-1)
-    b, d = jnp.split(kept, 2, axis=-1)
-    return jnp.concatenate([a, b, c, d], axis=-1)
+    return jnp.concatenate([turned[..., 0::2], turned[..., 1::2], kept], axis=-1)
 
 
 def join(config: "DecoderConfig", params: Params, name: str, y: Array, call: Sublayer) -> Array:

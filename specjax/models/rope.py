@@ -202,7 +202,8 @@ class QueryScaling:
 
 
 NO_ROPE = Rope(size=0)  # of a layer that does not see positions
-Rotation = tuple[Array, Array]  # cosines and sines [B, T, D / 2] float32 of each position's angles
+# Cosines and sines [B, T, R / 2] float32 of each position's angles; the first R numbers of a head turn.
+Rotation = tuple[Array, Array]
 
 
 def frequencies(size: int, theta: float) -> Array:
@@ -225,7 +226,7 @@ def rotation(
         size: D, even.
         theta: base of the frequencies: pair i of D / 2 turns by theta ** (-2 i / D) per position.
         scaling: changes the frequencies; None keeps them.
-        turned: so many numbers turn, in the first pairs, by the frequencies of a head of this size; None is all.
+        turned: so many numbers turn, the first ones, by the frequencies of a head of this size; None is all.
         length: static number of positions that each row has room for, where the scaling depends on it.
     """
     if turned == 0:
@@ -236,14 +237,19 @@ def rotation(
         frequency = scaling(frequency, length)
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
     magnitude = 1.0 if scaling is None else scaling.magnitude
-    kept = [(0, 0)] * (angle.ndim - 1) + [(0, (size - turned) // 2)]  # pairs that neither turn nor grow
-    return jnp.pad(jnp.cos(angle) * magnitude, kept, constant_values=1), jnp.pad(jnp.sin(angle) * magnitude, kept)
+    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
 def rotate(x: Array, rotation: Rotation | None) -> Array:
-    """Rotate the pairs of numbers (i, i + D / 2) of each head of x [B, T, H, D] by their angles; None keeps x."""
+    """Rotate the pairs of numbers (i, i + R / 2) of each head of x [B, T, H, D] by their angles, i < R / 2.
+
+    The numbers from R on neither turn nor grow. None keeps x.
+    """
     if rotation is None:
         return x
     cos, sin = (part[:, :, None] for part in rotation)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    first, second, kept = jnp.split(x, [half, 2 * half], axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(one.astype(x.dtype) for one in turned), kept], axis=-1)
