@@ -184,3 +184,8 @@ def test_what_is_refused(tmp_path, capsys):
     save_file(stored | {name: stored[name] * np.nan}, path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"tensor {name} in .*model.safetensors: weight must be finite"):
         write_quantized(models.Checkpoint(path), tmp_path / "nan", "int8")
+    assert not (tmp_path / "nan").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="weight must be finite"):
+        write_quantized(models.Checkpoint(path), tmp_path / "empty", "int8")
+    assert not list((tmp_path / "empty").iterdir())

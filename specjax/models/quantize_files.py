@@ -6,6 +6,8 @@ import math
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,7 +50,7 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
 
     Args:
         model: the checkpoint, whose weights are floats in safetensors files.
-        out: a directory, which is made, or which is empty.
+        out: a directory, which is made, or which is empty, as it is again after an error.
         format: "int8", a scale for each output; "int4", a scale and a zero for each 128, 64 or 32 inputs; or "fp8",
             e4m3 with a scale for each output.
 
@@ -67,7 +69,27 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out must be a new or an empty directory, got {str(out)!r}")
     _check_files(model)
+    with _empty_after_errors(out):
+        return _fill(model, out, format)
+
+
+@contextmanager
+def _empty_after_errors(out: Path) -> Iterator[None]:
+    """Make a directory, and take back what an error leaves in it: files that are whole and files that are not."""
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in out.iterdir():
+            path.unlink()
+        if is_new:
+            out.rmdir()
+        raise
+
+
+def _fill(model: Checkpoint, out: Path, format: str) -> tuple[int, int]:
+    """Write the files of `write_quantized`, and return the bytes of all tensors before and after."""
     rounded, ignored, weight_map = {}, ["lm_head"], {}
     before = after = 0
     files = model_files(model.directory)
