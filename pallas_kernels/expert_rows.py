@@ -26,7 +26,6 @@ def products(
     weight: Quantized,
     expert: Array,
     *,
-    norm: tuple[Array, float, float] | None = None,
     bias: Array | None = None,
     gate: Callable[[Array, Array], Array] | None = None,
     is_interleaved: bool = False,
@@ -40,8 +39,6 @@ def products(
         x: [T, K] float32, bfloat16 or float16. The first P / T pairs are of the first row, the next of the second.
         weight: [E, N, K], of codes that `quantized.unsupported_codes` allows.
         expert: [P] int32, the expert of each pair.
-        norm: scale [K], epsilon and offset: each row is first divided by its root mean square and multiplied by the
-            scale, to which the offset is added; None for none.
         bias: [E, N] floats, added to the products.
         gate: function of two halves of the N products, which gives the results; None gives the products themselves.
         is_interleaved: whether the halves alternate; otherwise one comes after the other.
@@ -58,8 +55,8 @@ def products(
     return call(
         partial(
             _expert_row_kernel,
-            epsilon=None if norm is None else norm[1],
-            offset=0.0 if norm is None else norm[2],
+            epsilon=None,
+            offset=0.0,
             gate=gate,
             is_interleaved=is_interleaved,
             tile=(tiling.outputs, tiling.num_warps * _WARP),
@@ -67,7 +64,7 @@ def products(
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((num_pairs, num_outputs), dtype or x.dtype),
-        (x, weight, None if norm is None else norm[0], bias, expert),
+        (x, weight, bias, expert),
         grid=(num_programs, num_pairs),
         num_warps=tiling.num_warps,
         interpret=interpret,
@@ -75,9 +72,9 @@ def products(
 
 
 def _expert_row_kernel(inputs, out_ref, **options):
-    x_ref, weight, scale_ref, bias_ref, expert_ref = inputs
+    x_ref, weight, bias_ref, expert_ref = inputs
     pair, pairs_of_row = pl.program_id(1), expert_ref.shape[0] // x_ref.shape[0]
     expert = plgpu.load(expert_ref.at[pair])
     weight, bias_ref = jax.tree.map(lambda ref: Entry(ref, expert), (weight, bias_ref))
     x_ref = Entry(x_ref, pair // pairs_of_row)
-    quantized_linear_kernel((x_ref, weight, scale_ref, bias_ref, None), Entry(out_ref, pair), **options)
+    quantized_linear_kernel((x_ref, weight, None, bias_ref, None), Entry(out_ref, pair), **options)

@@ -7,6 +7,7 @@ waits for it.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,42 @@ def linear(
     Returns:
         [N], or with an activation [N / 2].
     """
+    y, _ = _launch(
+        x,
+        weight,
+        norm,
+        keeps_normed=False,
+        dtype=dtype,
+        interpret=interpret,
+        activation=activation,
+        residual=residual,
+        num_programs=num_programs,
+        num_warps=num_warps,
+    )
+    return y
+
+
+def linear_after_norm(
+    x: Array, weight: Array, norm: tuple[Array, float, float], *, dtype: DTypeLike, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Return the products [N] of a row with a matrix, as `linear` does, and the row [D] after its norm."""
+    return _launch(x, weight, norm, keeps_normed=True, dtype=dtype, interpret=interpret)
+
+
+def _launch(
+    x: Array,
+    weight: Array,
+    norm: tuple[Array, float] | tuple[Array, float, float] | None,
+    *,
+    keeps_normed: bool,
+    dtype: DTypeLike | None,
+    interpret: bool,
+    activation: Callable[[Array], Array] | None = None,
+    residual: Array | None = None,
+    num_programs: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[Array, Any]:
+    """Return the products, and the row after its norm or None."""
     (size,), num_outputs = x.shape, weight.shape[0] // (1 if activation is None else 2)
     vector = _VECTOR_BYTES // weight.dtype.itemsize
     if num_warps is None:
@@ -87,7 +124,10 @@ def linear(
             num_programs=num_programs,
             num_steps=pl.cdiv(num_outputs, num_programs),
         ),
-        jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
+        (
+            jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if keeps_normed else None,
+        ),
         (x, weight, None if norm is None else norm[0], residual),
         grid=(num_programs,),
         num_warps=num_warps,
@@ -96,9 +136,10 @@ def linear(
 
 
 def _linear_kernel(
-    inputs, out_ref, *, epsilon, offset, activation, tile: tuple[int, int], num_programs: int, num_steps: int
+    inputs, outputs, *, epsilon, offset, activation, tile: tuple[int, int], num_programs: int, num_steps: int
 ):
     x_ref, weight_ref, scale_ref, residual_ref = inputs
+    out_ref, normed_ref = outputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
     width = tile[0] * tile[1]
     tiles = range(pl.cdiv(size, width))
@@ -125,8 +166,13 @@ def _linear_kernel(
     xs, inverse = [load(x_ref, i).astype(jnp.float32) for i in tiles], 1
     if epsilon is not None:
         inverse = jax.lax.rsqrt(jnp.sum(sum(x * x for x in xs)) / size + epsilon)
-        scales = [load(scale_ref, i).astype(jnp.float32) for i in tiles]
-        xs = [x * (scale + offset if offset else scale) for x, scale in zip(xs, scales, strict=True)]
+        scales = [load(scale_ref, i).astype(jnp.float32) + offset for i in tiles]
+        if normed_ref is not None:
+            for i, x, scale in zip(tiles, xs, scales, strict=True):
+                column = i * width + lane
+                normed = (x * inverse * scale).astype(normed_ref.dtype)
+                plgpu.store(normed_ref.at[column], normed, mask=(column < size) & (program == 0))
+        xs = [x * scale for x, scale in zip(xs, scales, strict=True)]
 
     def step(index, weights):
         output = program + index * num_programs

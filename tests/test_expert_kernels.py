@@ -24,7 +24,7 @@ from specjax.models.experts import (
     SoftmaxTopK,
     TopKSoftmax,
     Ungated,
-    router_logits,
+    normed_and_logits,
     sizes_of_tiles,
     tiles_of,
 )
@@ -233,22 +233,21 @@ def test_routes_of_codes(num_rows, interpret):
 
 
 @pytest.mark.parametrize("interpret", INTERPRET)
-@pytest.mark.parametrize(("case", "options"), [("e4m3 in blocks", PLAIN), ("mxfp4", CLIPPED), ("int8", UNGATED)])
-def test_one_row_is_normed_by_the_kernels(case, options, interpret):
-    """By the router's and by the experts', with an offset of the scale; the scales of experts differ from 1."""
-    number, hidden = 16, 160
-    ffn, params, _ = experts_of_codes(case, number, hidden, 72, **options)
-    x = jnp.asarray(5 * numbers(1, hidden, seed=3), jnp.bfloat16)
-    router = jnp.asarray(numbers(number, hidden, seed=4) / 10, jnp.bfloat16)
-    norm = Norm(jnp.asarray(numbers(1, hidden, seed=5)[0], jnp.bfloat16), 0.1, 1.0)
-    how = {"implementation": implementation(interpret)}
-    normed, logits = rms_norm(x, norm), jax.jit(partial(router_logits, norm=norm, **how))(router, x)
-    expected = np.asarray(normed, np.float64) @ np.asarray(router, np.float64).T
-    assert error(logits, expected) < 1e-2
-    made = jax.jit(partial(ffn.route, norm=norm, **how))(params, x, logits)
-    by_xla = jax.jit(partial(ffn.route, implementation="xla"))(params, normed, logits)
-    np.testing.assert_array_equal(made[1], by_xla[1])
-    assert error(made[0], np.asarray(by_xla[0], np.float64)) < 2e-2
+@pytest.mark.parametrize("size", [160, 1100])
+def test_one_row_is_normed_where_the_router_multiplies_it(size, interpret):
+    """With an offset of the scale, in a row of one tile and of a tile and a part; without a norm it comes back."""
+    x = jnp.asarray(5 * numbers(1, size, seed=3), jnp.bfloat16)
+    router = jnp.asarray(numbers(16, size, seed=4) / 10, jnp.bfloat16)
+    norm = Norm(jnp.asarray(numbers(1, size, seed=5)[0], jnp.bfloat16), 0.1, 1.0)
+    read = partial(normed_and_logits, implementation=implementation(interpret))
+    rows, logits = jax.jit(partial(read, norm=norm))(router, x)
+    expected = rms_norm(x, norm)
+    np.testing.assert_allclose(*(np.asarray(one, np.float32) for one in (rows, expected)), rtol=2**-7)
+    products = np.asarray(expected, np.float64) @ np.asarray(router, np.float64).T
+    assert error(logits, products) < 1e-2
+    same, plain = jax.jit(read)(router, x)
+    np.testing.assert_array_equal(same, x)
+    assert error(plain, np.asarray(x, np.float64) @ np.asarray(router, np.float64).T) < 1e-2
 
 
 def test_choices_without_the_kernel():

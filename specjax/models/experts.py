@@ -22,7 +22,7 @@ from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
 from specjax.models.linear import Norm, linear, rms_norm, with_scale
 from specjax.models.quantized import Quantized, dequantize
-from specjax.operations.dispatch import dispatch, has_static_shape
+from specjax.operations.dispatch import dispatch
 from specjax.parallel.links import sum_over
 from specjax.parallel.loops import as_carry
 from specjax.types import Array
@@ -257,15 +257,14 @@ class Shared:
         }
         return shapes | {"shared_gate": (1, hidden)} if self.is_gated else shapes
 
-    def __call__(self, config: "DecoderConfig", params: Params, x: Array, norm: Norm | None) -> Array:
-        """Return the output of x [B, T, h] after its norm, of which each device has a summand."""
-        activation = ACTIVATIONS[self.activation]
-        inner = partial(product, config, params, "shared_gate_up", x, norm=norm)
+    def __call__(self, config: "DecoderConfig", params: Params, x: Array) -> Array:
+        """Return the output of x [B, T, h], of which each device has a summand."""
+        activation, inner = ACTIVATIONS[self.activation], partial(product, config, params, "shared_gate_up", x)
         inner = inner(activation=activation) if self.num_parts == 2 else activation(inner())
         y = linear(inner, params["shared_out"], transposed=config.transposed)
         if not self.is_gated:
             return y
-        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True, norm=norm)) * y
+        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True)) * y
 
 
 @dataclass(frozen=True)
@@ -303,19 +302,16 @@ class Experts:
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the mixture [B, T, h]."""
-        x, norm = call.x, call.norm
-        if norm is not None and not is_one_row(x):  # the kernels for one row norm it themselves
-            x, norm = rms_norm(x, norm), None
-        rows, before = x.reshape(-1, x.shape[-1]), norm
-        logits = self._logits(config, params, call, rows, norm)
+        rows, logits = self._read(config, params, call)
+        x = rows.reshape(call.x.shape)
         if self.latent_size is not None:
-            rows, before = linear(rows[None], params["latent_in"], transposed=config.transposed, norm=norm)[0], None
-        y, experts, weights = self.route(params, rows, logits, before)
+            rows = linear(rows[None], params["latent_in"], transposed=config.transposed)[0]
+        y, experts, weights = self.route(params, rows, logits)
         y = y.reshape(*x.shape[:-1], -1).astype(x.dtype)
         if self.latent_size is not None:
             y = linear(y, params["latent_out"], transposed=config.transposed)
         if self.shared is not None:
-            y = y + self.shared(config, params, x, norm)
+            y = y + self.shared(config, params, x)
         if config.axis_name is not None:
             y = sum_over(y, config.axis_name, params.get("links"), after=call.residual)
         if self.has_bias:
@@ -323,12 +319,14 @@ class Experts:
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
         return call.residual + (y if call.finish is None else call.finish(y))
 
-    def _logits(self, config: "DecoderConfig", params: Params, call: Sublayer, rows: Array, norm: Norm | None) -> Array:
-        """Return the logits [T, experts] of the router, given the rows [T, h] that have a norm before them or not."""
+    def _read(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array]:
+        """Return the input [T, h] of the experts, and the logits [T, experts] of the router."""
+        rows = call.x.reshape(-1, call.x.shape[-1])
         if not self.has_router_norm:
-            return router_logits(params["router"], rows, norm)
-        x = rms_norm(call.x.reshape(rows.shape), norm_of(params["router_norm"], config))
-        return router_logits(params["router"], times(x, config.hidden_size**-0.5))
+            return normed_and_logits(params["router"], rows, call.norm)
+        x = times(rms_norm(rows, norm_of(params["router_norm"], config)), config.hidden_size**-0.5)
+        _, logits = normed_and_logits(params["router"], x)
+        return rows if call.norm is None else rms_norm(rows, call.norm), logits
 
     def mix(
         self, params: Params, x: Array, experts: Array, weights: Array, *, implementation: str | None = None
@@ -361,13 +359,7 @@ class Experts:
         )
 
     def route(
-        self,
-        params: Params,
-        x: Array,
-        logits: Array,
-        norm: Norm | None = None,
-        *,
-        implementation: str | None = None,
+        self, params: Params, x: Array, logits: Array, *, implementation: str | None = None
     ) -> tuple[Array, Array, Array]:
         """Choose experts for each row, and return the sum of `mix`, the experts and their weights.
 
@@ -375,7 +367,6 @@ class Experts:
             params: the matrices of experts, and the vectors of the router.
             x: [T, h] floats.
             logits: [T, experts] float32.
-            norm: of x, before the experts; None for none.
             implementation: as `mix` takes it. The choice of few rows has a kernel, too.
 
         Raises:
@@ -383,22 +374,20 @@ class Experts:
         """
         vectors = {name: params[name] for name in self.router.shapes()}
 
-        def by_xla(x: Array, scale: Array | None, logits: Array, vectors: Params, *matrices: Any):
+        def by_xla(x: Array, logits: Array, vectors: Params, *matrices: Any) -> tuple[Array, Array, Array]:
             experts, weights = self.router(vectors, logits)
-            before = with_scale(norm, scale)
-            x = x if before is None else rms_norm(x, before)
             return self._by_xla(x, experts, weights, *matrices), experts, weights
 
-        def by_kernels(x: Array, scale: Array | None, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
+        def by_kernels(x: Array, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
             experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
-            how: dict[str, Any] = {"interpret": interpret, "tiles": tiles, "norm": with_scale(norm, scale)}
-            return self._by_kernels(x, experts, weights, *matrices, **how), experts, weights
+            y = self._by_kernels(x, experts, weights, *matrices, interpret=interpret, tiles=tiles)
+            return y, experts, weights
 
-        def reason(x: Array, scale: Any, logits: Array, vectors: Any, gate_up: Array, bias: Any, out: Array):
+        def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
             return self._unsupported(x, gate_up, out)
 
         return dispatch(
-            (x, None if norm is None else norm.scale, logits, vectors, *self._matrices(params)),
+            (x, logits, vectors, *self._matrices(params)),
             xla=by_xla,
             pallas=by_kernels,
             reason=reason,
@@ -442,7 +431,6 @@ class Experts:
         *,
         interpret: bool,
         tiles: Tiles | None = None,
-        norm: Norm | None = None,
     ) -> Array:
         ungated = self.gate if isinstance(self.gate, Ungated) else None
         gate = self.gate if ungated is None else None
@@ -457,9 +445,8 @@ class Experts:
 
         if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
             flat = experts.reshape(-1)
-            inner = gated(expert_rows.products(x, gate_up, flat, norm=norm, **first))
+            inner = gated(expert_rows.products(x, gate_up, flat, **first))
             return _sum_of_chosen(expert_rows.products(inner, out, flat, **last), weights)
-        x = x if norm is None else rms_norm(x, norm)
         if tiles is None:
             tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
         inner = gated(kernels.product(x, gate_up, tiles, is_gathered=True, **first))
@@ -512,43 +499,54 @@ class Experts:
         return gate, up
 
 
-def is_one_row(x: Array) -> bool:
-    """Return whether an array [..., h] is known to be one row."""
-    return has_static_shape(x) and x.size == x.shape[-1]
-
-
-def router_logits(
+def normed_and_logits(
     router: Array | Quantized, x: Array, norm: Norm | None = None, *, implementation: str | None = None
-) -> Array:
-    """Return the logits [T, experts] of rows [T, h] after a norm, in float32 whatever the dtype of the model is.
+) -> tuple[Array, Array]:
+    """Return rows after their norm, and a router's logits of them, in float32 whatever the dtype of the model is.
 
     A router compares each logit with each. XLA may make the sum of a product's parts a part of the comparison, once for
     each side of it and in another order. A number then differs from itself, two experts share a rank, and no expert has
     another. The barrier keeps the logits in memory, so that both sides read the same numbers.
+
+    Args:
+        router: [experts, h].
+        x: [T, h] floats.
+        norm: of the rows; None for none.
+        implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA for one row of 16 bits.
+
+    Returns:
+        The rows [T, h] after their norm, and the logits [T, experts] float32.
+
+    Raises:
+        NotImplementedError: if the named implementation does not support the case.
     """
 
-    def by_xla(x: Array, router: Array | Quantized, scale: Array | None) -> Array:
+    def by_xla(x: Array, router: Array | Quantized, scale: Array | None) -> tuple[Array, Array]:
         before = with_scale(norm, scale)
-        x = (x if before is None else rms_norm(x, before)).astype(jnp.float32)
+        x = x if before is None else rms_norm(x, before)
         matrix = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
-        return jnp.einsum("th,eh->te", x, matrix, precision=jax.lax.Precision.HIGHEST)
+        return x, jnp.einsum("th,eh->te", x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
 
-    def by_kernel(x: Array, router: Array, scale: Array | None, *, interpret: bool) -> Array:
-        return one_row.linear(x[0], router, norm=with_scale(norm, scale), dtype=jnp.float32, interpret=interpret)[None]
+    def by_kernel(x: Array, router: Array, scale: Array | None, *, interpret: bool) -> tuple[Array, Array]:
+        before = with_scale(norm, scale)
+        if before is None:
+            return x, one_row.linear(x[0], router, dtype=jnp.float32, interpret=interpret)[None]
+        logits, row = one_row.linear_after_norm(x[0], router, before, dtype=jnp.float32, interpret=interpret)
+        return row[None], logits[None]
 
     def reason(x: Array, router: Array | Quantized, scale: Array | None) -> str | None:
         if isinstance(router, Quantized) or x.dtype == jnp.float32:
             return "the kernel takes rows and a router of 16 bits, so that in float32 no logit depends on other rows"
         return one_row.unsupported(x, router)
 
-    logits = dispatch(
+    normed, logits = dispatch(
         (x, router, None if norm is None else norm.scale),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,
         implementation=implementation,
     )
-    return jax.lax.optimization_barrier(logits)
+    return normed, jax.lax.optimization_barrier(logits)
 
 
 def _sum_of_chosen(y: Array, weights: Array) -> Array:
