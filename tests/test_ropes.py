@@ -3,13 +3,19 @@
 import math
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from families import GOLDENS, LLAMA, LLAMA3_SCALING, LONGROPE, NUM_TOKENS, TWO_BASES, YARN, write
 from test_families import TOLERANCE, difference, incremental_logits
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from specjax import LLM, SamplingParams
+from specjax.engine import run
 from specjax.models import load
 from specjax.models.config_file import ConfigFile
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.families import ropes
 from specjax.models.families.llama import config_of
 from specjax.models.layer import LayerConfig
@@ -24,6 +30,7 @@ from specjax.models.rope import (
     rotate,
     rotation,
 )
+from specjax.types import ModelInput
 
 POSITIONS = np.array([[0, 3, 40]], np.int32)
 
@@ -69,6 +76,20 @@ def test_logits_of_a_cache_that_is_as_long_as_the_rows(case, tmp_path):
     """The whole rows of `test_families.py` have room for their own tokens alone, as transformers takes it."""
     model, expected = load(write(tmp_path / case, case)), np.load(GOLDENS / "logits.npz")[case]
     assert difference(incremental_logits(model, num_slots=NUM_TOKENS), expected) <= TOLERANCE
+
+
+def test_heads_turn_by_the_limit_and_not_by_the_slots_of_a_call(monkeypatch):
+    """The row of a short text has 32 slots, and the row of a long text beside it would have 64."""
+    monkeypatch.setattr(run, "LEAST_LENGTH", 32)
+    scaling = LongRopeScaling((1.0,) * 4, (1.0, 2.0, 4.0, 8.0), 32)
+    config = DecoderConfig(29, 16, 1, 2, 1, 8, 16, 64, rope_scaling=scaling)
+    model = decoder_model(config, jax.tree.map(lambda x: 40 * x, init_params(config, 0)))
+    llm = LLM.of(model, Tokenizer(WordLevel({f"w{i}": i for i in range(29)}, "w0")), num_slots=1)
+    (result,) = llm.generate([range(8)], SamplingParams(temperature=0, max_tokens=24))
+    row = np.zeros((1, 64), np.int32)
+    row[0, :32] = [*range(8), *result.token_ids]
+    output, _ = jax.jit(model.apply)(model.params, ModelInput(row, np.arange(64, dtype=np.int32)[None]), None)
+    assert np.argmax(output.logits[0, 7:31], axis=-1).tolist() == result.token_ids
 
 
 def test_heads_refuse_kinds_that_depend_on_the_length(tmp_path):

@@ -189,6 +189,7 @@ class Run:
             chunk_size=sizes.chunk,
             step_sizes=[size for size in sizes.step_sizes if size < num_slots],
             tile_size=sizes.tile,
+            room=setup.max_length,
             use=max(needs_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
             num_samples=num_samples,

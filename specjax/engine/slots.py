@@ -32,6 +32,7 @@ from specjax.engine.held import Held, feed_held, hold_step, may_hold
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
 from specjax.engine.slot_calls import Chunk, Output, chunk_at, mixed_step, packed, prefill_chunk, step, takes_packed
 from specjax.engine.slot_rows import Row, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
+from specjax.models.decoder import with_room
 from specjax.parallel import OnMesh, put
 from specjax.parallel.turns import in_turn
 from specjax.sampling.capacities import Capacities, Needs, neutral
@@ -96,6 +97,9 @@ class Slots:
         tile_size: tokens of a tile, of which chunks of prompts fill several in a call.
         mixed_sizes: pairs of numbers, of the slots of a step, one of `step_sizes` or all, and of the tokens of prompts
             that it feeds in the same program, in whole tiles.
+        room: the positions by which rotary positions go, where their scaling depends on the room of a row; None is
+            `max_length`. Where `max_length` depends on the requests, this must not: each would get other tokens beside
+            others.
 
     Attributes:
         state: the state. The next call reuses its arrays.
@@ -125,8 +129,10 @@ class Slots:
         step_sizes: Sequence[int] = (),
         tile_size: int | None = None,
         mixed_sizes: Sequence[tuple[int, int]] = (),
+        room: int | None = None,
     ):
-        self.model, self.proposer = model, proposer or proposers.none()
+        room = max_length if room is None else room
+        self.model, self.proposer = with_room(model, room), _with_room(proposer or proposers.none(), room)
         self._proposers = {self.proposer.num_draft_tokens: self.proposer}
         if draft_lengths is not None:
             self._proposers = with_draft_lengths(self.proposer, draft_lengths)
@@ -476,6 +482,15 @@ class Slots:
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot must be in [0, {self.num_slots}), got {slot}")
+
+
+def _with_room(proposer: Proposer, room: int) -> Proposer:
+    """Return a proposer whose models turn their heads as rows with room for so many positions do."""
+
+    def is_model(x: object) -> bool:
+        return isinstance(x, Model)
+
+    return jax.tree.map(lambda x: with_room(x, room) if is_model(x) else x, proposer, is_leaf=is_model)
 
 
 def _step_sizes(model: Model, num_slots: int, sizes: Sequence[int]) -> tuple[int, ...]:

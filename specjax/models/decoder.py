@@ -19,8 +19,9 @@ from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_
 from specjax.models.layer_input import LayerInput
 from specjax.models.linear import Norm, linear, rms_norm
 from specjax.models.recurrent import Recurrent
-from specjax.models.rope import QueryScaling, Rope, RopeScaling, Rotation, rotation
+from specjax.models.rope import DynamicScaling, LongRopeScaling, QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.models.shared_keys import Borrowed, Lender
+from specjax.parallel import OnMesh, of_one_device
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 
@@ -58,6 +59,7 @@ class DecoderConfig:
     expert_size: int = 0  # width of each expert
     shared_size: int = 0  # width of the MLP beside the experts
     num_padding: int = 0  # ids of the vocabulary that are padding, after the others on the last devices
+    room: int | None = None  # positions by which scalings of rotary positions go; None is those that a row has room for
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -231,7 +233,9 @@ def _rotations(
 ) -> dict[tuple[Rope, int], Rotation | None]:
     """Return the rotation of each way in which the layers turn in a call."""
     length = inputs.tokens.shape[1]
-    if cache is not None:
+    if config.room is not None:
+        length = config.room
+    elif cache is not None:
         pools = cache.pools if isinstance(cache, Memory) else cache
         length = next(num_slots(pool, inputs) for pool in pools if pool)
 
@@ -279,6 +283,22 @@ def init_params(config: DecoderConfig, seed: int) -> PyTree:
 def param_shapes(config: DecoderConfig) -> PyTree:
     """Return the names, shapes and dtypes of the parameters: a nested dict of `jax.ShapeDtypeStruct`."""
     return network.param_shapes(DECODER, config)
+
+
+def with_room(model: Model, room: int) -> Model:
+    """Return a model whose rows of any size turn their heads as rows with room for so many positions do.
+
+    Models whose heads turn alike in all rows, and models of another kind, stay as they are.
+    """
+    apply = of_one_device(model)
+    config = getattr(apply, "config", None)
+    if not isinstance(config, DecoderConfig):
+        return model
+    scalings = {rope.scaling for rope, _ in (_turning(config, layer) for layer in config.layers)}
+    if not any(isinstance(scaling, DynamicScaling | LongRopeScaling) for scaling in scalings):
+        return model
+    apply = replace(apply, config=replace(config, room=min(room, config.max_length)))
+    return replace(model, apply=replace(model.apply, apply=apply) if isinstance(model.apply, OnMesh) else apply)
 
 
 def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequence[int] = ()) -> Model:
