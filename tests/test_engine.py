@@ -530,6 +530,12 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
         ({"mixed_sizes": 8}, "mixed_sizes must be pairs of numbers, of slots of .*, got 8"),
         ({"mixed_sizes": [(3, 3)]}, r"and tokens of \[.*\], up to chunk_size, got \(3, 3\)"),
         ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
+        ({"max_length": 0}, "max_length must be an integer >= 2, got 0"),
+        ({"max_length": 32.0}, "max_length must be an integer >= 2, got 32.0"),
+        ({"num_pages": 2.5}, "num_pages must be an integer >= 1, got 2.5"),
+        ({"max_waiting": -1}, "max_waiting must be an integer >= 0, got -1"),
+        ({"capacities": {"samples": 2}}, "capacities must be None or Capacities, got {'samples': 2}"),
+        ({"warm_up": [{"temperature": 0}]}, r"warm_up must be None or SamplingParams of requests .*, got \[{"),
     ],
 )
 def test_bad_sizes(target, options, message):

@@ -174,10 +174,17 @@ class Engine:
         defaults = default_sizes("server")
         page_size = defaults.page if page_size is None else page_size
         chunk_size = defaults.chunk if chunk_size is None else chunk_size
-        numbers = ("num_slots", num_slots), ("page_size", page_size), ("chunk_size", chunk_size)
-        for name, number in (*numbers, ("chunks_per_step", 1 if chunks_per_step is None else chunks_per_step)):
-            if not (is_integer(number) and number >= 1):
-                raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
+        numbers: list[tuple[str, Any, int]] = [("num_slots", num_slots, 1), ("max_length", max_length, 2)]
+        numbers += [("page_size", page_size, 1), ("chunk_size", chunk_size, 1)]
+        optional = ("num_pages", num_pages, 1), ("chunks_per_step", chunks_per_step, 1), ("max_waiting", max_waiting, 0)
+        numbers += [each for each in optional if each[1] is not None]
+        for name, number, least in numbers:
+            if not (is_integer(number) and number >= least):
+                raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
+        if not (capacities is None or isinstance(capacities, Capacities)):
+            raise ValueError(f"capacities must be None or Capacities, got {capacities!r}")
+        if not all(isinstance(each, SamplingParams) for each in warm_up or ()):
+            raise ValueError(f"warm_up must be None or SamplingParams of requests to expect, got {warm_up!r}")
         prompt_sizes, tile_size = checked_prompt_sizes(prompt_sizes, chunk_size, num_slots)
         proposer = proposer or proposers.none()
         times = as_step_times(step_times)
