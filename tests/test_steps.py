@@ -277,11 +277,14 @@ def serve(slots, prompts, num_values, cancelled=()):
 
 
 def test_prompts_share_the_states_of_recurrent_models():
-    """The draft model is the target, so that all drafts are right: a state that is off in either shows."""
+    """The draft model is the target, so that all drafts are right: a state that is off in either shows.
+
+    The draft model is fed nothing of a prompt of one token, whose slot others have had before.
+    """
     target, common = recurrent(True), list(range(17))
     sizes = {"num_slots": 3, "max_length": MAX_LENGTH, "pool": (24, PAGE_SIZE), "chunk_size": 8}
     slots = Slots(target, proposers.draft_model(target, 2), **sizes)
-    prompts = [[*common, i] for i in (1, 2, 1)] + [[*common[:9], i, 4, 5] for i in (1, 2)] + [[7, *common, 3, 4]]
+    prompts = [[*common, i] for i in (1, 2, 1)] + [[*common[:9], i, 4, 5] for i in (1, 2)] + [[7, *common, 3, 4], [3]]
     for num_values in (None, 1, 3):
         jobs, tables = serve(slots, prompts, num_values, cancelled=(4,))
         assert sum(job.num_preempted for job in jobs) > 1 and tables.stats().num_hit_tokens > 16

@@ -92,8 +92,10 @@ class DraftModel(InTrees):
         memory, length = _parts(state)
         inputs = without_pending(inputs, following) if self.is_recurrent else inputs
         memory = self._run(inputs, memory)[1]
-        held, counts = Memory(rows=length), inputs.counts
-        own = jnp.where(counts > 0, inputs.starts + counts, held.take(inputs.sequences).rows)
+        held, counts, starts = Memory(rows=length), inputs.counts, inputs.starts
+        # A recurrent model is fed nothing of a prompt of one token, and forgets the sequence that had the row before.
+        is_own = (counts > 0) | (starts == 0)
+        own = jnp.where(is_own, starts + counts, held.take(inputs.sequences).rows)
         return _joined(memory, held.put(inputs.sequences, Memory(rows=own)).rows)
 
     def propose(
