@@ -216,11 +216,11 @@ def step(
     """
     proposer = in_memory(proposer or proposers.none())
     check_num_draft_tokens(proposer, state.totals.drafted_at.shape[1])
-    options: Any = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs}
-    if isinstance(model.apply, OnMesh) and prompts is None:
+    options: Any = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs, "prompts": prompts}
+    if isinstance(model.apply, OnMesh):
         return _step_on_mesh(model, proposer, state, rows, **options)
     if rows is not None:
-        return _step_in_rows(model, proposer, state, rows, **options, prompts=prompts)
+        return _step_in_rows(model, proposer, state, rows, **options)
 
     context = _without_pages_of_ended_rows(state.context)
     keys = positions(state.keys, context.length, proposer.num_draft_tokens)
@@ -258,6 +258,7 @@ def _step_on_mesh(
     verifier: Verifier,
     scorer: Scorer,
     num_logprobs: int | None,
+    prompts: ModelInput | None,
 ) -> tuple[State, Info]:
     """Step inside one `jax.shard_map`, so that kernels run on the parts and devices exchange only small arrays."""
     if rows is not None and model.apply.batch_axis is not None:
@@ -267,7 +268,7 @@ def _step_on_mesh(
     has_slots = model.apply.has_slots and getattr(proposer, "tree", None) is not None
 
     def one_device(model: Model, cache: PyTree, operands: Any) -> tuple[PyTree, Any]:
-        proposer, state, rows, (verifier, scorer) = operands
+        proposer, state, rows, prompts, (verifier, scorer) = operands
         if has_slots:
             model, cache = replace(model, takes_pages=True), Memory(pools=cache.rows)
         state, info = step(
@@ -278,6 +279,7 @@ def _step_on_mesh(
             verifier=verifier,
             scorer=scorer,
             num_logprobs=num_logprobs,
+            prompts=prompts,
         )
         cache = Memory(rows=state.cache.pools) if has_slots else state.cache
         return cache, (state._replace(cache=None), info)
@@ -289,8 +291,8 @@ def _step_on_mesh(
         model,
         one_device,
         state.cache,
-        operands=(proposer, rest, rows, as_pytrees(verifier, scorer, None)),
-        specs=(WHOLE, specs, WHOLE, WHOLE),
+        operands=(proposer, rest, rows, prompts, as_pytrees(verifier, scorer, None)),
+        specs=(WHOLE, specs, WHOLE, WHOLE, WHOLE),
         out=(specs, model.apply.of_rows),
     )
     return rest._replace(cache=cache), info

@@ -232,6 +232,22 @@ def test_trees_of_a_head_where_devices_share_rows_and_weights(tmp_path):
     assert np.all(trees.totals.accepted > 0)
 
 
+@pytest.mark.slow
+def test_a_step_beside_prompts_draws_on_the_parts_of_the_vocabulary():
+    """Parts of fewer than 512 ids have other noise than the whole, so the tokens show from which they are drawn."""
+    shared = tensor_parallel(decoder(vocab_size=60, num_layers=1), mesh_of(2))
+    rows = sampling.batch([SamplingParams(temperature=1, max_tokens=4)] * 8)
+    pages = Pages(np.arange(8, dtype=np.int32)[:, None], 9, 8)
+    prompts = np.arange(24, dtype=np.int32).reshape(8, 3)
+    given = shared, None, prompts, np.full(8, 3), rows, jax.random.key(0)
+    state = jax.jit(partial(decode.prefill, max_length=8, pages=pages))(*given)
+    tokens = jnp.arange(4, dtype=jnp.int32)[None]
+    beside = ModelInput(tokens, tokens, pages=jnp.array([[8]]), pieces=jnp.array([[8, 0, 4]], jnp.int32))
+    (_, alone), (_, mixed) = (jax.jit(decode.step)(shared, None, state, prompts=each) for each in (None, beside))
+    np.testing.assert_array_equal(mixed.tokens, alone.tokens)
+    assert alone.features is None and mixed.features.hidden.shape == (1, 4, 16)
+
+
 def test_slots_where_devices_share_the_rows():
     """A prompt goes to its slot, and the others keep what they have."""
     model, proposer = decoder(num_layers=1), proposers.ngram(2)
