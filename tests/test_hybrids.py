@@ -30,6 +30,7 @@ from specjax.models.mamba import Mamba2
 from specjax.models.network import param_shapes
 from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized
+from specjax.parallel import data_parallel
 from specjax.testing import recurrent as recurrent_rows
 from specjax.testing.recurrent import WIDTH, _Trial
 from specjax.types import ModelInput
@@ -465,6 +466,12 @@ def test_codes_of_stacks_of_granite_are_refused(tmp_path):
     (directory / "config.json").write_text(json.dumps(CONFIGS["granite_h_moe"] | quantized))
     with pytest.raises(ValueError, match=r"input_linear.* must be floats or MXFP4, because other codes of a stack"):
         load(directory)
+
+
+def test_devices_that_would_share_rows_are_refused(hybrid):
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("batch",))
+    with pytest.raises(ValueError, match=r"mesh must have no axis 'batch' for a model that keeps .* got {'batch': 2}"):
+        data_parallel(hybrid, mesh)
 
 
 def test_steps_that_are_refused(hybrid):

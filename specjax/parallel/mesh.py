@@ -230,7 +230,10 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     """
     check_axis(mesh, axis_name)
     if model.init_rows is not None:
-        raise ValueError("model must have no init_rows for devices to share its rows: give it the form without pages")
+        raise ValueError(
+            f"mesh must have no axis {axis_name!r} for a model that keeps recurrent states, which has init_rows, got "
+            f"{dict(mesh.shape)}: share its weights along another axis, or give your own model the form without pages"
+        )
     shared = model.apply
     if not isinstance(shared, OnMesh):
         specs = tuple(WHOLE for _ in jax.tree.leaves(model.params))
