@@ -11,7 +11,7 @@ from test_families import TOLERANCE, difference, incremental_logits
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from specjax import LLM, SamplingParams
+from specjax import LLM, SamplingParams, proposers
 from specjax.engine import run
 from specjax.models import load
 from specjax.models.config_file import ConfigFile
@@ -78,17 +78,20 @@ def test_logits_of_a_cache_that_is_as_long_as_the_rows(case, tmp_path):
     assert difference(incremental_logits(model, num_slots=NUM_TOKENS), expected) <= TOLERANCE
 
 
-def test_heads_turn_by_the_limit_and_not_by_the_slots_of_a_call(monkeypatch):
-    """The row of a short text has 32 slots, and the row of a long text beside it would have 64."""
+@pytest.mark.parametrize("max_length", [None, 64])
+def test_heads_turn_by_the_longest_request_and_not_by_its_drafts(max_length, monkeypatch):
+    """Rows of 32 tokens turn as rows of 32 slots do, where drafts need more, too; with a limit, as rows that long do."""
     monkeypatch.setattr(run, "LEAST_LENGTH", 32)
     scaling = LongRopeScaling((1.0,) * 4, (1.0, 2.0, 4.0, 8.0), 32)
     config = DecoderConfig(29, 16, 1, 2, 1, 8, 16, 64, rope_scaling=scaling)
     model = decoder_model(config, jax.tree.map(lambda x: 40 * x, init_params(config, 0)))
-    llm = LLM.of(model, Tokenizer(WordLevel({f"w{i}": i for i in range(29)}, "w0")), num_slots=1)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(29)}, "w0"))
+    llm = LLM.of(model, tokenizer, proposers.ngram(8), num_slots=1, max_length=max_length)
     (result,) = llm.generate([range(8)], SamplingParams(temperature=0, max_tokens=24))
-    row = np.zeros((1, 64), np.int32)
+    row = np.zeros((1, max_length or 32), np.int32)
     row[0, :32] = [*range(8), *result.token_ids]
-    output, _ = jax.jit(model.apply)(model.params, ModelInput(row, np.arange(64, dtype=np.int32)[None]), None)
+    positions = np.arange(row.shape[1], dtype=np.int32)[None]
+    output, _ = jax.jit(model.apply)(model.params, ModelInput(row, positions), None)
     assert np.argmax(output.logits[0, 7:31], axis=-1).tolist() == result.token_ids
 
 

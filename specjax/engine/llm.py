@@ -78,7 +78,9 @@ class LLM:
         verifier: one of `specjax.verifiers`. If it is lossless, the output follows the target's distribution.
         dtype: dtype of the weights, and so of the computation: float32, bfloat16 or float16. None is float32 on CPUs
             and for the embedded family, and elsewhere the dtype that the target's config.json names.
-        max_length: maximum number of tokens in a sequence, prompt and output together; None is the model's limit.
+        max_length: maximum number of tokens in a sequence, prompt and output together; None is the model's limit. Where
+            the rotary scaling goes by the length of a row (longrope, dynamic), it goes by a number given here, and with
+            None by the longest request of a call.
         compilation_cache: folder where JAX keeps the programs that this process compiles, so that later processes start
             sooner. None is specjax/xla in the user's cache directory; False leaves JAX as it is. JAX's own settings,
             such as jax_compilation_cache_dir and jax_enable_compilation_cache, take precedence.
@@ -224,6 +226,7 @@ class LLM:
             num_slots=num_slots,
             draft_lengths=draft_lengths,
             step_times=times,
+            room=max_length,
         )
         self._entropy = np.random.default_rng()
         self._has_run = False
@@ -274,7 +277,9 @@ class LLM:
         length = limit if max_length is None else max_length
         assert length is not None, "one of both is a number"
         llm.checkpoint = None
-        llm.setup = Setup(model, proposer, verifier, tokenizer, tuple(eos_token_ids), length, num_slots)
+        llm.setup = Setup(
+            model, proposer, verifier, tokenizer, tuple(eos_token_ids), length, num_slots, room=max_length
+        )
         llm._entropy, llm._has_run = np.random.default_rng(), False
         return llm
 

@@ -157,7 +157,7 @@ class Run:
         # Drafts after the last token need slots, too: they may decide about tokens before them.
         longest = max(len(ids) + p.max_tokens for ids, p in zip(prompt_ids, params, strict=True))
         needed = longest + num_fed(setup.proposer) - 1
-        max_length = min(max(round_up(needed), LEAST_LENGTH), setup.max_length)
+        max_length, room = (min(max(round_up(size), LEAST_LENGTH), setup.max_length) for size in (needed, longest))
         num_slots = _num_slots(setup, params)
         num_samples = sum(p.num_samples for p in params)
         sizes = _sizes(num_samples)
@@ -189,7 +189,7 @@ class Run:
             chunk_size=sizes.chunk,
             step_sizes=[size for size in sizes.step_sizes if size < num_slots],
             tile_size=sizes.tile,
-            room=setup.max_length,
+            room=room if setup.room is None else setup.room,  # drafts must not change it
             use=max(needs_of(row) for row in self._rows.values()),
             log_probs=any(p.logprobs is not None or p.num_samples > 1 for p in params),
             num_samples=num_samples,

@@ -26,6 +26,8 @@ class Setup:
     num_slots: int | None  # number of samples that are decoded at a time; None chooses it for each use
     draft_lengths: tuple[int, ...] | None = None  # the K that are chosen from before each step; None: the proposer's
     step_times: StepTimes | None = None  # by which K is chosen; None measures them
+    # Positions by which the heads turn where that depends on the room of a row; None: as a call's longest request asks.
+    room: int | None = None
 
     @cached_property
     def takes_pages(self) -> bool:
