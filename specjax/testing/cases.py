@@ -79,16 +79,16 @@ def make_case(
     def rows(tables: Sequence[Table], is_unread: np.ndarray, temperature: float) -> Categorical:
         logits = np.where(is_unread[:, None], np.nan, rows_along(tables, paths))
         fields = logits, np.full(size, temperature), np.full((size, len(tables)), min_logit)
-        return Categorical(*(jnp.asarray(x, jnp.float32) for x in fields))
+        return Categorical(*(jnp.asarray(x.astype(np.float32), jnp.float32) for x in fields))
 
     reported, weight = None, np.ones(1)
     if drafted is not None:
         reported = rows(drafted, past, draft_temperature)
         weight = path_probabilities([probabilities(t, draft_temperature, min_logit) for t in drafted[:kept]], paths)
-    counts = jnp.asarray(np.full(size, num_drafts if ends_by_id else kept, np.int32))
+    counts = jnp.asarray(np.full(size, num_drafts if ends_by_id else kept, np.int32), jnp.int32)
     return Case(
         name,
-        Draft(jnp.asarray(tokens, jnp.int32), reported, counts),
+        Draft(jnp.asarray(tokens.astype(np.int32), jnp.int32), reported, counts),
         rows(target, np.arange(num_drafts + 1) > kept, target_temperature),
         weight,
         [probabilities(table, target_temperature, min_logit) for table in target],
@@ -108,7 +108,7 @@ def _without_mass(case: Case, row: int) -> Case:
     assert reported is not None, "the drafts are sampled"
     logits = np.array(reported.logits)
     logits[:, row] = -np.inf
-    reported = reported._replace(logits=jnp.asarray(logits))
+    reported = reported._replace(logits=jnp.asarray(logits, jnp.float32))
     return case._replace(draft=case.draft._replace(distribution=reported))
 
 

@@ -6,10 +6,10 @@ users run, and an error of 1e-6 in a probability shows.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,45 +24,64 @@ MAX_ROWS = 4_000_000  # the most outcomes of a batch that are enumerated at once
 Table = np.ndarray  # level i of a conditional table: [V] * i + [V], a row over token i + 1 for every first i tokens
 
 
+class _Call(NamedTuple):
+    """A call of a draw, which chooses `size` times among `number`."""
+
+    method: str
+    number: int
+    size: int
+
+    def choices(self) -> np.ndarray:
+        """Return all possible outcomes."""
+        if self.method == "pick":
+            return np.arange(self.number, dtype=np.int32)
+        dtype = bool if self.method == "flip" else np.int32
+        return np.array(list(product(range(self.number), repeat=self.size)), dtype)
+
+
+class _OtherCalls(Exception):
+    """A verifier makes other calls than expected."""
+
+
 class _Enumerated:
     """A draw whose calls return given outcomes, and whose `weight` [B] is the probability of these outcomes.
 
     Args:
         outcomes: the outcomes of the calls in their order, each [B, ...]. Calls for which none is given return their
-            first possible outcome, and all their possible outcomes are added to `unknown`.
+            first possible outcome, and are added to `unknown`.
+        expected: the calls that have these outcomes, all outside loops; others raise `_OtherCalls`. None is unknown.
     """
 
-    def __init__(self, outcomes: list[np.ndarray]):
+    def __init__(self, outcomes: Sequence[Array | np.ndarray], expected: tuple[_Call, ...] | None = None):
         self.weight: Array | float = 1.0
-        self.unknown: list[np.ndarray] = []
+        self.unknown: list[_Call] = []
         self.has_loop = False
         self._outcomes = iter(outcomes)
+        self._expected = None if expected is None else iter(expected)
         self._calls = CallNumbers()
         self._numbers: set[tuple[str, int]] = set()
         self.nodes: list[Array] = []  # of the calls of `flip` that name them, each [B, K]
-        self.is_unfinished: Array = jnp.zeros((), bool)  # whether a loop reached its limit
+        self.is_unfinished: Array | np.ndarray = np.zeros((), bool)  # whether a loop reached its limit
 
     def flip(self, probabilities: Array, *, index: Array | int | None = None, node: Array | None = None) -> Array:
         width = probabilities.shape[1]
         if node is not None:
             self.nodes.append(node)
-        choices = partial(product, (False, True), repeat=width)
-        outcome = self._next("flip", index, probabilities.shape[0], choices, bool, is_named=node is not None)
+        outcome = self._next(_Call("flip", 2, width), index, probabilities.shape[0], is_named=node is not None)
         chance = jnp.clip(jnp.where(jnp.isnan(probabilities), 0, probabilities), 0, 1)
         self.weight = self.weight * jnp.prod(jnp.where(outcome, chance, 1 - chance), axis=1)
         return outcome
 
     def pick(self, residual: Residual, *, index: Array | int | None = None) -> Array:
         batch_size, _, vocab_size = distributions.shape_of(residual.target.distribution)
-        outcome = self._next("pick", index, batch_size, lambda: range(vocab_size), np.int32)
+        outcome = self._next(_Call("pick", vocab_size, 1), index, batch_size)
         probs = distributions.residual_probs(residual)
         self.weight = self.weight * jnp.take_along_axis(probs, outcome[:, None], axis=1)[:, 0]
         return outcome
 
     def sample(self, target: Categorical, *, index: Array | int | None = None, depth: Array | None = None) -> Array:
         batch_size, num_rows, vocab_size = distributions.shape_of(target)
-        rows = partial(product, range(vocab_size), repeat=num_rows)
-        outcome = self._next("sample", index, batch_size, rows, np.int32)
+        outcome = self._next(_Call("sample", vocab_size, num_rows), index, batch_size)
         normalized = distributions.normalize(target)
         chance = jnp.exp(distributions.token_log_prob(normalized, outcome))
         # A row without mass may return any token; here it returns token 0.
@@ -78,16 +97,9 @@ class _Enumerated:
         self.is_unfinished = self.is_unfinished | goes_on(carry)
         return carry
 
-    def _next(
-        self,
-        method: str,
-        index: Array | int | None,
-        batch_size: int,
-        choices: Callable[[], Iterable],
-        dtype: Any,
-        is_named: bool = False,
-    ) -> Array:
+    def _next(self, call: _Call, index: Array | int | None, batch_size: int, is_named: bool = False) -> Array:
         """Return the outcome of a call: the next one that was given, or the first of the choices."""
+        method = call.method
         number = 0 if is_named and index is None else self._calls.next(method, index)
         if self._calls.is_in_traced_function():
             self.has_loop = True
@@ -100,11 +112,23 @@ class _Enumerated:
             )
         else:
             self._numbers.add((method, int(number)))
+        if self._expected is not None and (self.has_loop or next(self._expected, None) != call):
+            raise _OtherCalls
         outcome = next(self._outcomes, None)
         if outcome is None:
-            self.unknown.append(np.array(list(choices()), dtype))
-            outcome = np.repeat(self.unknown[-1][:1], batch_size, axis=0)
+            self.unknown.append(call)
+            outcome = np.repeat(call.choices()[:1], batch_size, axis=0)
         return jnp.asarray(outcome)
+
+    def assert_all_called(self) -> None:
+        """Raise `_OtherCalls` where an expected call was not made."""
+        if self._expected is not None and next(self._expected, None) is not None:
+            raise _OtherCalls
+
+
+# The calls of verifiers without draws in loops, by the form of drafts. They seldom depend on more than this form has;
+# where they do, the program that replays them finds it as it is traced. So most verifiers are traced once a form.
+_calls_of: dict[tuple, tuple[_Call, ...]] = {}
 
 
 def enumerate_outcomes(
@@ -139,11 +163,30 @@ def enumerate_outcomes(
     """
     if not isinstance(verifier, CoreVerifier):
         raise ValueError(f"verifier must be one that from_core made, got {verifier!r}")
-    batch_size = draft.tokens.shape[0]
+    batch_size, *shape = draft.tokens.shape
     static = tuple((k, v) for k, v in options.items() if v is None or isinstance(v, bool | str | int))
     traced = {k: v for k, v in options.items() if (k, v) not in static}
     rows = draft, distributions.as_categorical(target), bonus_tokens
+    form = verifier, *shape, rows[1].logits.shape[-1], draft.distribution is None
 
+    def repeated(calls: Sequence[_Call]) -> tuple[list[np.ndarray], Any, int]:
+        outcomes, num_outcomes = _product([call.choices() for call in calls], batch_size)
+        return outcomes, jax.tree.map(lambda x: np.repeat(np.asarray(x), num_outcomes, axis=0), rows), num_outcomes
+
+    def result(num_outcomes: int, verified: Verified, weight: Any, nodes: list[Array], is_unfinished: Any):
+        _check_coins(nodes, is_unfinished)
+        weight = np.broadcast_to(weight, (batch_size * num_outcomes,))
+        return verified, weight.reshape(batch_size, num_outcomes)
+
+    def replayed(calls: tuple[_Call, ...]) -> tuple[Verified, np.ndarray]:
+        outcomes, given, num_outcomes = repeated(calls)
+        return result(num_outcomes, *_replay(verifier, static, calls, traced, outcomes, *given))
+
+    if form in _calls_of:
+        try:
+            return replayed(_calls_of[form])
+        except (_OtherCalls, ValueError):  # or too many outcomes, perhaps because the calls are others
+            del _calls_of[form]
     draws: list[_Enumerated] = []
 
     def trace_calls() -> None:
@@ -151,34 +194,29 @@ def enumerate_outcomes(
         _run(verifier, draws[-1], options, *rows)
 
     jax.eval_shape(trace_calls)
-    has_loop = draws[-1].has_loop
-    choices = [] if has_loop else draws[-1].unknown
+    if not draws[-1].has_loop:
+        _calls_of[form] = tuple(draws[-1].unknown)
+        return replayed(_calls_of[form])
+    calls: list[_Call] = []
     while True:
-        outcomes, num_outcomes = _product(choices, batch_size)
-        repeated = jax.tree.map(lambda x: np.repeat(np.asarray(x), num_outcomes, axis=0), rows)  # noqa: B023
-        if has_loop:
-            draw = _Enumerated(outcomes)
-            with jax.disable_jit():
-                verified = _run(verifier, draw, options, *repeated)
-            weight, unknown, nodes, is_unfinished = draw.weight, draw.unknown, draw.nodes, draw.is_unfinished
-        else:
-            verified, weight, nodes, is_unfinished = _replay(verifier, static, traced, outcomes, *repeated)
-            unknown = []
-        if not unknown:
-            _check_coins(nodes, is_unfinished)
-            weight = np.broadcast_to(weight, (batch_size * num_outcomes,))
-            return verified, weight.reshape(batch_size, num_outcomes)
-        choices = choices + unknown
+        outcomes, given, num_outcomes = repeated(calls)
+        draw = _Enumerated(outcomes)
+        with jax.disable_jit():
+            verified = _run(verifier, draw, options, *given)
+        if not draw.unknown:
+            return result(num_outcomes, verified, draw.weight, draw.nodes, draw.is_unfinished)
+        calls += draw.unknown
 
 
 def _run(verifier, draw, options, *rows):
     return verifier.with_draw(draw, *jax.tree.map(jnp.asarray, rows), **options)
 
 
-@partial(jax.jit, static_argnames=("verifier", "static"))
-def _replay(verifier, static, traced, outcomes, *rows):
-    draw = _Enumerated(outcomes)
+@partial(jax.jit, static_argnames=("verifier", "static", "calls"))
+def _replay(verifier, static, calls, traced, outcomes, *rows):
+    draw = _Enumerated(outcomes, calls)
     verified = _run(verifier, draw, dict(static) | traced, *rows)
+    draw.assert_all_called()
     return verified, draw.weight, draw.nodes, draw.is_unfinished
 
 
@@ -332,7 +370,10 @@ def probabilities(logits: Table, temperature: float | None = None, min_logit: fl
 
 def row_probabilities(distribution: Categorical) -> np.ndarray:
     """Return the probabilities [B, T, V] of every row in float64, NaN in rows without mass."""
-    logits, temperature = np.asarray(distributions.kept_logits(distribution)), distribution.temperature
+    assert distribution.rows is None, "the logits are not packed"
+    logits, temperature = np.asarray(distribution.logits), distribution.temperature
+    if distribution.min_logit is not None:
+        logits = np.where(logits >= np.asarray(distribution.min_logit)[..., None], logits, -np.inf)
     values = np.ones(len(logits)) if temperature is None else np.asarray(temperature)
     with np.errstate(invalid="ignore"):
         return np.stack([probabilities(rows, value) for rows, value in zip(logits, values, strict=True)])

@@ -127,6 +127,7 @@ def _assert_exact(verifier: Callable[..., Verified], cases: list[_Case], toleran
     tree, target = _stack(cases)
     given: dict[str, Any] = {"max_depth": MAX_DEPTH, "log_probs": True} | options
     verified, weight = enumerate_outcomes(verifier, tree, target, **given)
+    probs = row_probabilities(target)
     start = 0
     for case in cases:
         rows = slice(start, start + len(case.trees.weight))
@@ -141,7 +142,7 @@ def _assert_exact(verifier: Callable[..., Verified], cases: list[_Case], toleran
         assert_distribution(case.name, law.reshape((VOCAB_SIZE,) * (MAX_DEPTH + 1)), expected, tolerance)
         if own.log_probs is None:
             raise AssertionError(f"{case.name!r}: log_probs=True must fill Verified.log_probs, got None")
-        chances = np.repeat(row_probabilities(jax.tree.map(lambda x: x[rows], target)), weight.shape[1], axis=0)  # noqa: B023
+        chances = np.repeat(probs[rows], weight.shape[1], axis=0)
         on_path = np.take_along_axis(chances, own.path[..., None], axis=1)
         assert_log_probs(case.name, own.tokens, own.log_probs, on_path, mass)
 

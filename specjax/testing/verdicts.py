@@ -24,7 +24,6 @@ from specjax.testing.statistics import assert_sampled_distribution, describe_wor
 from specjax.testing.toys import BigramProposer, first_token, sample_draft
 from specjax.types import Array, Categorical, Draft, Proposer, Verified
 from specjax.validation import is_integer
-from specjax.verifiers.core import canonical
 
 
 def assert_lossless(
@@ -156,6 +155,7 @@ def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], toleranc
     draft, target = cases.stack(batch)
     given: dict[str, Any] = {"log_probs": True} | options
     verified, weight = enumerate_outcomes(verifier, draft, target, **given)
+    tokens, num_tokens, probs = np.asarray(draft.tokens), _num_tokens(draft), row_probabilities(target)
     start = 0
     for case in batch:
         rows = slice(start, start + len(case.weight))
@@ -163,14 +163,14 @@ def _assert_exact(verifier: Callable[..., Verified], batch: list[Case], toleranc
         outputs = slice(rows.start * weight.shape[1], rows.stop * weight.shape[1])
         own = jax.tree.map(lambda x: np.asarray(x)[outputs], verified)  # noqa: B023
         mass = (case.weight[:, None] * weight[rows]).reshape(-1)
-        repeated = jax.tree.map(lambda x: np.repeat(np.asarray(x), weight.shape[1], axis=0), (case.draft, case.target))
-        _assert_form(case.name, own, repeated[0], mass)
+        drafted, most, chances = (np.repeat(x[rows], weight.shape[1], axis=0) for x in (tokens, num_tokens, probs))
+        _assert_form(case.name, own, drafted, most, mass)
         assert_distribution(case.name, completed_law(own.tokens, mass, case.expected), case.expected, tolerance)
         if own.log_probs is None:
             if options.get("log_probs", True):
                 raise AssertionError(f"{case.name!r}: log_probs=True must fill Verified.log_probs, got None")
             continue
-        assert_log_probs(case.name, own.tokens, own.log_probs, row_probabilities(repeated[1]), mass)
+        assert_log_probs(case.name, own.tokens, own.log_probs, chances, mass)
 
 
 def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, tolerance: float, options: dict) -> None:
@@ -189,7 +189,7 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
         if "bonus_tokens" in str(error):
             return
         raise
-    num_tokens = np.asarray(_num_tokens(draft))
+    num_tokens = _num_tokens(draft)
     chance = row_probabilities(target)[np.arange(len(bonus)), num_tokens, bonus]
     start = 0
     for case in batch:
@@ -206,16 +206,15 @@ def _assert_bonus_tokens(verifier: Callable[..., Verified], count: int, toleranc
             raise AssertionError(f"{name!r}: rows whose drafts are all accepted must end with their bonus token")
 
 
-@jax.jit
-def _num_tokens(draft: Draft) -> Array:
-    """Return the number of drafts of each row."""
-    return jnp.asarray(canonical(draft).num_tokens)
+def _num_tokens(draft: Draft) -> np.ndarray:
+    """Return the number of drafts of each row: those before the first negative id, and at most `num_tokens`."""
+    num_tokens = np.cumprod(np.asarray(draft.tokens) >= 0, axis=1).sum(axis=1)
+    return num_tokens if draft.num_tokens is None else np.minimum(num_tokens, draft.num_tokens)
 
 
-def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) -> None:
+def _assert_form(name: str, verified: Verified, drafted: np.ndarray, most: np.ndarray, mass: np.ndarray) -> None:
     """Raise AssertionError unless every possible output holds accepted drafts, one more token, then -1."""
     tokens, count = verified.tokens, verified.num_accepted
-    most = np.asarray(_num_tokens(draft))
     index = np.arange(tokens.shape[1])
     kept = index[:-1] < count[:, None]
     is_right = (
@@ -223,13 +222,13 @@ def _assert_form(name: str, verified: Verified, draft: Draft, mass: np.ndarray) 
         & (count <= most)
         & np.all((tokens >= 0) == (index <= count[:, None]), axis=1)
         & np.all(tokens < cases.VOCAB_SIZE, axis=1)
-        & np.all(~kept | (tokens[:, :-1] == np.asarray(draft.tokens)), axis=1)
+        & np.all(~kept | (tokens[:, :-1] == drafted), axis=1)
     )
     wrong = np.flatnonzero(~is_right & ~(mass == 0))
     if wrong.size:
         row = wrong[0]
         raise AssertionError(
-            f"{name!r}: tokens must be num_accepted of the {most[row]} drafts {draft.tokens[row].tolist()}, one more "
+            f"{name!r}: tokens must be num_accepted of the {most[row]} drafts {drafted[row].tolist()}, one more "
             f"token in [0, V = {cases.VOCAB_SIZE}), then -1; got {tokens[row].tolist()} with num_accepted {count[row]}"
         )
 
