@@ -3,8 +3,10 @@ import gc
 import os
 import tempfile
 import threading
+import zlib
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 # Several processes share a GPU: each takes memory as it needs it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -17,6 +19,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest
+from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 from specjax import decode
@@ -24,6 +27,11 @@ from specjax.engine import garbage, sizes
 from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
 from specjax.proposers import drawing
+
+# Without zstandard programs are compressed by zlib before they are kept, which takes more than a hundredth of all time
+# at its default level, and a third as long at the first.
+if getattr(compilation_cache, "zstd", None) is None and getattr(compilation_cache, "zstandard", None) is None:
+    compilation_cache.compress_executable = partial(zlib.compress, level=1)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)  # for tests of arrays that are spread over several devices
