@@ -148,6 +148,20 @@ def test_one_token_stands_for_all_outside_a_draft_vocabulary(cycle):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def measured_in_reports_alone(monkeypatch):
+    """The card of a run gets the figures of its last report: a measurement on longer texts is a program more."""
+    measure, found = corpus.measure, []
+
+    def measured(*args, max_steps=None, **options):
+        if max_steps is not None:
+            found.append(measure(*args, max_steps=max_steps, **options))
+        return found[-1]
+
+    monkeypatch.setattr(corpus, "measure", measured)
+
+
+@pytest.mark.usefixtures("measured_in_reports_alone")
 @pytest.mark.parametrize("kind, arguments", [("p_eagle", ("--regenerate", "2")), ("dspark", ())])
 def test_a_killed_run_ends_with_the_same_weights(kind, arguments, train, monkeypatch):
     """Also where the rows that are learned are drawn at random."""
@@ -177,7 +191,7 @@ def interruptions():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("interruptions")
+@pytest.mark.usefixtures("interruptions", "measured_in_reports_alone")
 def test_an_interrupted_run_saves_and_goes_on(train, monkeypatch, capsys):
     """At a step that no report and no checkpoint is due."""
     rows = drafter.Data.rows
