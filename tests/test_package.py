@@ -2,10 +2,12 @@
 
 import doctest
 import importlib
+import json
 import os
 import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,9 +17,10 @@ from typing import Any
 
 import jax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax import cli
+from specjax import cli, models
 
 ROOT = Path(__file__).parent.parent
 
@@ -158,7 +161,35 @@ FRAMEWORKS = {"nnx": "flax", "linen": "flax", "equinox": "equinox"}  # the packa
 NEED_A_SERVER = [ROOT / "docs" / "server.md", ROOT / "docs" / "replicas.md"]  # test_server runs the blocks of the first
 
 
+@pytest.fixture(scope="module")
+def family_of_few_layers(tmp_path_factory):
+    """The embedded family with three of the target's 16 layers: README's request and the wheel run all of them."""
+    copy = shutil.copytree(models.EMBEDDED, tmp_path_factory.mktemp("family") / "embedded")
+    target, num_layers = copy / "target", 3
+    tensors = {}
+    for path in target.glob("*.safetensors"):
+        tensors |= load_file(path)
+        path.unlink()
+    (target / "model.safetensors.index.json").unlink()
+    names = [name for name in tensors if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers]
+    save_file({name: tensors[name] for name in names}, target / "model.safetensors")
+    for directory, change in (
+        (target, {"num_hidden_layers": num_layers}),
+        (copy / "eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}),
+        (copy / "dflash", {"dflash_config": {"mask_token_id": 125, "target_layer_ids": [0, 1, 2]}}),
+    ):
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | change))
+    return copy
+
+
+@pytest.fixture
+def few_layers(family_of_few_layers, monkeypatch):
+    monkeypatch.setattr(models, "EMBEDDED", family_of_few_layers)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_layers")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES[1:] if blocks(page) and page not in NEED_A_SERVER], ids=page_name
 )
@@ -226,6 +257,7 @@ def modules() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_layers")
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name):
     if name == "specjax.server.ray":
