@@ -420,6 +420,7 @@ def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
     assert set(chosen) == ({2, 4, 6} if is_taken else {2}) and num_trees > (10 if is_taken else -1), chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_length", [8, 24])
 def test_the_seconds_of_steps_contain_the_work_of_the_host(monkeypatch, max_length):
     """Every round waits for a host that is slower than the device, also where sequences end meanwhile."""

@@ -704,6 +704,7 @@ class TestDocs:
             assert done.returncode == 0 and len(done.stdout) > 10, done.stderr
             assert ("[DONE]" in done.stdout) == ("stream" in line)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", range(3))
     def test_the_clients_in_python(self, client, capsys, number):
         blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
