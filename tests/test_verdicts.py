@@ -188,6 +188,23 @@ def test_number_of_draft_tokens(number):
         testing.assert_lossless(verifiers.rejection, num_draft_tokens=number)
 
 
+def test_calls_may_depend_on_more_than_the_form_of_drafts():
+    """All outcomes are enumerated, whichever of the cases comes first."""
+
+    @core.from_core
+    def flips_for_plain_rows(draw, draft, target, **options):
+        if target.temperature is None:
+            draw.flip(jnp.full(draft.tokens.shape, 0.5))
+        return rejection.core(draw, draft, target, **options)
+
+    draft, plain, _ = batch(2, True)
+    tempered = plain._replace(temperature=jnp.ones(2))
+    for target, number in ((plain, 12), (tempered, 6), (plain, 12)):
+        _, weight = testing.enumerate_outcomes(flips_for_plain_rows, draft, target)
+        assert weight.shape == (2, number)
+        np.testing.assert_allclose(weight.sum(axis=1), 1, atol=1e-6)
+
+
 def test_too_many_outcomes_are_refused():
     draft, target, _ = batch(200_000, True)
     with pytest.raises(ValueError, match="the core must have at most 4000000 outcomes"):
