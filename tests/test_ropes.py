@@ -80,7 +80,7 @@ def test_logits_of_a_cache_that_is_as_long_as_the_rows(case, tmp_path):
 
 @pytest.mark.parametrize("max_length", [None, 64])
 def test_heads_turn_by_the_longest_request_and_not_by_its_drafts(max_length, monkeypatch):
-    """Rows of 32 tokens turn as rows of 32 slots do, where drafts need more, too; with a limit, as rows that long do."""
+    """A row of 32 tokens turns as one of 32 slots does, though drafts need more; with a limit, as one of that size."""
     monkeypatch.setattr(run, "LEAST_LENGTH", 32)
     scaling = LongRopeScaling((1.0,) * 4, (1.0, 2.0, 4.0, 8.0), 32)
     config = DecoderConfig(29, 16, 1, 2, 1, 8, 16, 64, rope_scaling=scaling)

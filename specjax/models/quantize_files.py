@@ -75,7 +75,7 @@ def write_quantized(model: Checkpoint, out: str | Path, format: str) -> tuple[in
 
 @contextmanager
 def _empty_after_errors(out: Path) -> Iterator[None]:
-    """Make a directory, and take back what an error leaves in it: files that are whole and files that are not."""
+    """Make a directory, and empty it after an error, which may leave files that are whole and files that are not."""
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
