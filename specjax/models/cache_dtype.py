@@ -53,7 +53,9 @@ def with_cache_dtype(model: Model, cache_dtype: str | None) -> Model:
     apply, init_cache, dtype = model.apply, model.init_cache, CACHE_DTYPES[cache_dtype]
     own = init_cache.init_cache if isinstance(init_cache, InitOnMesh) else init_cache
     if isinstance(own, InitLatents):
-        raise ValueError(f"model must keep keys and values, for a cache in {cache_dtype!r}; it keeps latents")
+        raise ValueError(
+            f"cache_dtype must be None for a model that keeps latents in place of keys and values, got {cache_dtype!r}"
+        )
     if not isinstance(own, InitCache):
         raise ValueError(f"model must be one that specjax built, for a cache of another dtype, got {init_cache!r}")
     if not isinstance(apply, OnMesh):
