@@ -240,6 +240,7 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
         (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic.*patterns of names"),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq:2"}, "packing_format.*auto_gptq:2"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type.*mx_fp"),
+        (AUTO_ROUND | {"spinquant_config": {"r4": True}}, "spinquant_config.*absent"),
         (AUTO_ROUND | {"extra_config": {"a": {"bits": 2}}}, r"extra_config\.a\.bits.*4 or 8.*got 2"),
         (AUTO_ROUND | {"extra_config": {"a[": {"bits": 8}}}, "extra_config.*patterns of names"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format.*marlin"),

@@ -30,6 +30,8 @@ class AutoRound(ByName):
         """
         layout = LAYOUTS[config.choice("packing_format", tuple(LAYOUTS), default="auto_round:auto_gptq")]
         config.only("data_type", "int")
+        if config.fields.get("spinquant_config"):
+            raise config.refused("spinquant_config")  # rotations of activations
         tables = {name: changed(config, "extra_config", name) for name in config.get("extra_config", dict, {})}
         others = [
             (pattern_of(config, "extra_config", rf"(?:{name})\Z"), layout.of(table))
