@@ -15,7 +15,7 @@ from specjax import LLM, SamplingParams, proposers
 from specjax.engine import run
 from specjax.models import load
 from specjax.models.config_file import ConfigFile
-from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params, with_room
 from specjax.models.families import ropes
 from specjax.models.families.llama import config_of
 from specjax.models.layer import LayerConfig
@@ -30,6 +30,7 @@ from specjax.models.rope import (
     rotate,
     rotation,
 )
+from specjax.models.vocabulary import resize_vocabulary
 from specjax.types import ModelInput
 
 POSITIONS = np.array([[0, 3, 40]], np.int32)
@@ -93,6 +94,16 @@ def test_heads_turn_by_the_longest_request_and_not_by_its_drafts(max_length, mon
     positions = np.arange(row.shape[1], dtype=np.int32)[None]
     output, _ = jax.jit(model.apply)(model.params, ModelInput(row, positions), None)
     assert np.argmax(output.logits[0, 7:31], axis=-1).tolist() == result.token_ids
+
+
+def test_a_model_with_another_vocabulary_has_the_room_of_its_sequences():
+    config = DecoderConfig(29, 16, 1, 2, 1, 8, 16, 64, rope_scaling=LongRopeScaling((1.0,) * 4, (2.0,) * 4, 32))
+    model = resize_vocabulary(decoder_model(config, init_params(config, 0)), 31)
+    assert with_room(model, 40).apply.apply.config.room == 40
+    assert with_room(model, 99).apply.apply.config.room == 64
+    config = replace(config, rope_scaling=None)
+    plain = decoder_model(config, init_params(config, 0))
+    assert with_room(plain, 40).apply == plain.apply
 
 
 def test_heads_refuse_kinds_that_depend_on_the_length(tmp_path):

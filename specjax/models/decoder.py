@@ -21,7 +21,8 @@ from specjax.models.linear import Norm, linear, rms_norm
 from specjax.models.recurrent import Recurrent
 from specjax.models.rope import DynamicScaling, LongRopeScaling, QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.models.shared_keys import Borrowed, Lender
-from specjax.parallel import OnMesh, of_one_device
+from specjax.models.vocabulary import ResizedApply
+from specjax.parallel import OnMesh
 from specjax.types import Array, Memory, Model, ModelInput, ModelOutput, PyTree
 
 
@@ -290,15 +291,20 @@ def with_room(model: Model, room: int) -> Model:
 
     Models whose heads turn alike in all rows, and models of another kind, stay as they are.
     """
-    apply = of_one_device(model)
+    return replace(model, apply=_with_room(model.apply, room))
+
+
+def _with_room(apply: Any, room: int) -> Any:
+    """Return `Model.apply` of a model that `with_room` gives."""
+    if isinstance(apply, OnMesh | ResizedApply):
+        return replace(apply, apply=_with_room(apply.apply, room))
     config = getattr(apply, "config", None)
     if not isinstance(config, DecoderConfig):
-        return model
+        return apply
     scalings = {rope.scaling for rope, _ in (_turning(config, layer) for layer in config.layers)}
     if not any(isinstance(scaling, DynamicScaling | LongRopeScaling) for scaling in scalings):
-        return model
-    apply = replace(apply, config=replace(config, room=min(room, config.max_length)))
-    return replace(model, apply=replace(model.apply, apply=apply) if isinstance(model.apply, OnMesh) else apply)
+        return apply
+    return replace(apply, config=replace(config, room=min(room, config.max_length)))
 
 
 def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequence[int] = ()) -> Model:
