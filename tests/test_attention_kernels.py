@@ -143,9 +143,8 @@ def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype
         # Keys are turned elsewhere, where a product and a sum may be rounded once or twice, and then to 8 bits.
         rtol = 0 if not turned else 2**-7 if cache_dtype is None else 2**-3
         atol = 0 if cache_dtype is None else 2**-9
-        if (
-            "norms" in options
-        ):  # where a norm is rounded to the other side, a sum that nearly cancels changes by as much
+        # Where a norm is rounded to the other side, a sum that nearly cancels changes by as much.
+        if "norms" in options:
             atol = max(atol, 2**-6)
         np.testing.assert_allclose(cache, reference_cache, rtol=rtol, atol=atol)
 
