@@ -153,7 +153,8 @@ class Attention:
             query = times(query, call.query_factor[..., None, None])
         key, value = self._own(config, params, turns, norms, *own) if own else NO_KEYS
         turns = None if self.norms_turned else turns
-        attended, kept = memory.attend(query, key, value, turns, self.scale, self.softcap, params.get("sinks"), norms)
+        options = turns, self.scale, self.softcap, params.get("sinks")
+        attended, kept = memory.attend(query, key, value, *options, norms=norms)
         if gate:
             attended = attended * jax.nn.sigmoid(gate[0])
         if self.output_gate is not None:

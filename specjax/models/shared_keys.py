@@ -12,7 +12,6 @@ import jax
 
 from pallas_kernels.attention import HeadNorms
 from specjax.models.attention import KeyValues, normed
-from specjax.models.rope import Rotation
 from specjax.types import Array
 
 
@@ -24,19 +23,11 @@ class Lender:
     memory: KeyValues
 
     def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        turns: Rotation | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Array | None = None,
-        norms: HeadNorms | None = None,
+        self, query: Array, key: Array, value: Array, *options: Any, norms: HeadNorms | None = None
     ) -> tuple[Array, "Borrowed"]:
         """Attend as `KeyValues` says."""
         query, key = normed(query, key, norms)
-        attended, kept = self.memory.attend(query, key, value, turns, scale, softcap, sinks)
+        attended, kept = self.memory.attend(query, key, value, *options)
         return attended, Borrowed(_after(self.memory, kept), key, value)
 
 
@@ -55,19 +46,11 @@ class Borrowed:
         return getattr(self.memory, "cache", None)
 
     def attend(
-        self,
-        query: Array,
-        key: None,
-        value: None,
-        turns: Rotation | None,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Array | None = None,
-        norms: HeadNorms | None = None,
+        self, query: Array, key: None, value: None, *options: Any, norms: HeadNorms | None = None
     ) -> tuple[Array, "Borrowed"]:
         """Attend as `KeyValues` says, to the keys and values of the earlier layer."""
         query, _ = normed(query, key, norms)
-        attended, kept = self.memory.attend(query, self.key, self.value, turns, scale, softcap, sinks)
+        attended, kept = self.memory.attend(query, self.key, self.value, *options)
         return attended, replace(self, memory=_after(self.memory, kept))
 
 
