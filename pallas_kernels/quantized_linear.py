@@ -8,6 +8,9 @@ Integers and e2m1 are multiplied as integers, four at a time: the inputs of a th
 bits with a common exponent, in three parts of 8 bits. An instruction converts two e4m3. Where a thread has few inputs
 for codes of 4 bits, it keeps them, and the program goes on to other outputs, whose codes it loads before it finishes
 these.
+
+Integers are loaded one step ahead. Codes e4m3 are not: registers for them would leave room for fewer programs, and as
+many programs as fit keep more loads in flight.
 """
 
 from collections.abc import Callable
@@ -38,6 +41,11 @@ from pallas_kernels.quantized import (
 from pallas_kernels.triton import plgpu
 
 _WARP = 32  # threads in a warp
+# Warps that a multiprocessor runs at once, for programs with so many rows of a matrix e4m3 of two halves, or of one.
+_ROOM = {4: 36, 8: 24, 16: 15}
+_FEWEST = {8: 48, 16: 192}  # rows for a multiprocessor from which a program has 8, or 16 of two halves
+_LONG = 16  # steps from which a row has too few threads
+_MOST_IDLE = 1.15  # loads of all threads, in those that there are
 _SHORT_ROW = 8192  # inputs of a row up to which preparing integers costs more than they save for codes of 8 bits
 _KEPT_INPUTS = 64  # the most inputs that a thread keeps beside the codes of 4 outputs
 # Bits of an integer that stands for an input, without its sign: sums of the products of a load fit in int32.
@@ -118,6 +126,8 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
     loads, num_halves = weight.values.shape[-1] // WORDS_IN_BLOCK, weight.shape[-2] // num_outputs
     if weight.bits == 4 and pl.cdiv(loads, _WARP) == 3:  # a fourth warp would have nothing to load
         return RowTiling(2 // num_halves, 1, 8 * NUM_MULTIPROCESSORS)
+    if is_converted(weight):
+        return _tiling_of_e4m3(loads, num_halves, num_halves * num_products * num_outputs / NUM_MULTIPROCESSORS)
     num_warps, outputs = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP))), 8
     keeps_inputs = can_keep_inputs(weight, num_warps)
     if keeps_inputs:
@@ -130,6 +140,34 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
     while outputs > 2 and num_products * num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
         outputs //= 2
     return RowTiling(outputs, num_warps, 16 // num_warps * NUM_MULTIPROCESSORS if keeps_inputs else None)
+
+
+def _tiling_of_e4m3(loads: int, num_halves: int, share: float) -> RowTiling:
+    """Choose a tiling whose programs a multiprocessor runs at the same time, with enough of them to hide their loads.
+
+    Args:
+        loads: of a row of the matrix.
+        num_halves: of the matrix, whose rows a program has in pairs.
+        share: rows of the matrices for each multiprocessor.
+    """
+    rows, num_warps = 8 if share >= _FEWEST[8] else 4, 1
+    if num_halves == 2 and _FEWEST[16] <= share <= 16 * _ROOM[16]:
+        rows = 16
+    while 2 * num_warps * share <= _ROOM[rows] * rows:
+        num_warps *= 2
+    # Where programs do not fit at once, larger ones end more evenly.
+    if share > _ROOM[rows] * rows or loads >= _LONG * num_warps * _WARP:
+        num_warps *= 2
+    while num_warps > 1 and (
+        num_warps > 8 or pl.cdiv(loads, num_warps * _WARP) * num_warps * _WARP > _MOST_IDLE * loads
+    ):
+        num_warps //= 2
+    return RowTiling(rows // num_halves, num_warps)
+
+
+def is_converted(weight: Quantized) -> bool:
+    """Return whether an instruction of this machine's GPUs converts the codes."""
+    return weight.code == "e4m3" and has_float8()
 
 
 def can_keep_inputs(weight: Quantized, num_warps: int) -> bool:
@@ -219,8 +257,7 @@ def quantized_linear_kernel(
     num_steps, num_groups = pl.cdiv(num_loads, lanes), pl.cdiv(num_outputs, outputs)
     halves = (0,) if gate is None else (0, 1)
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
-    is_converted = weight.code == "e4m3" and has_float8()
-    is_raised = field_of(weight, interpret) != 1 and not (is_converted or _has_dots(weight))
+    is_raised = field_of(weight, interpret) != 1 and not (is_converted(weight) or _has_dots(weight))
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
     group_refs = weight.scale, weight.zero, weight.minimum
@@ -293,7 +330,7 @@ def quantized_linear_kernel(
         if x.unit is not None:
             y = jnp.sum(_dots(weight, words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
         else:
-            if is_converted:
+            if is_converted(weight):
                 codes = [code.astype(jnp.float32) for code in convert_e4m3(words, interpret)]
             else:
                 codes = [decode(weight, words, place, interpret) for place in range(weight.places)]
@@ -375,10 +412,13 @@ def quantized_linear_kernel(
 
     none = jnp.zeros((1, lanes), jnp.float32)
     sums = _Sums([jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none)
-    loaded = load_codes(program, 0), load_ahead(0)
-    if num_steps > 1:
-        loaded, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (loaded, sums))
-    sums = add(num_steps - 1, loaded, sums)
+    if is_converted(weight):
+        sums = jax.lax.fori_loop(0, num_steps, lambda i, sums: add(i, (load_codes(program, i), None), sums), sums)
+    else:
+        loaded = load_codes(program, 0), load_ahead(0)
+        if num_steps > 1:
+            loaded, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (loaded, sums))
+        sums = add(num_steps - 1, loaded, sums)
     finish(program, sums.outputs, factor_of(sums.squares), jnp.sum(sums.inputs))
 
 

@@ -1,10 +1,10 @@
 """The product of up to some hundred rows with a quantised matrix, with the gate or the sum after it.
 
 The kernel reads the matrix once for a block of rows, by copies to shared memory that run several tiles ahead of the
-tensor cores, which get the codes of a tile as one operand of numbers of 16 bits. The threads that read words have all
-numbers that the tensor cores want from them, because the inputs are put in the order of the codes first. Scales and
-zeros are read one tile ahead. Where a matrix has few outputs, several programs share the inputs of an output, and XLA
-adds their sums.
+tensor cores, or for few rows of e4m3 by many programs that wait for their loads in turns. The tensor cores get the
+codes of a tile as one operand of numbers of 16 bits. The threads that read words have all numbers that the tensor
+cores want from them, because the inputs are put in the order of the codes first. Scales and zeros are read one tile
+ahead. Where a matrix has few outputs, several programs share the inputs of an output, and XLA adds their sums.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
     outputs: int  # outputs of a program, a power of two
     words: int  # words of a product that it reads for each output, a power of two from 8 on
     num_warps: int  # warps of a program
-    num_stages: int  # tiles that a program has in flight
+    num_stages: int  # tiles that a program has in flight, in shared memory; 1 is the one that it waits for, in none
     num_splits: int = 1  # programs that share the inputs of an output
     rows: int = 64  # the most rows of a program, a power of two
     num_tiles: int = 1  # products of a step, whose words lie side by side
@@ -83,7 +83,7 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     On the fast tensor cores the left factor of a product, here the outputs of all halves, has at least 64 rows.
     """
     halves = weight.shape[0] // num_outputs
-    words = 128 // weight.places
+    words, least_steps = 128 // weight.places, 8
     if not has_pairs(weight, dtype):
         words = 16 if weight.group[1] == 16 * weight.places else 32
         tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
@@ -95,6 +95,10 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     elif weight.code == "e2m1":
         is_few = num_rows <= 16
         tiling, programs_wanted = Tiling(64 // halves if is_few else 64, words, 4, 4), NUM_MULTIPROCESSORS
+    elif num_rows <= 16 and scaled_dtype(weight, num_rows) == jnp.float16:
+        # Programs that wait for their loads in turns are faster than copies that run ahead of the tensor cores.
+        tiling, least_steps = Tiling(64 // halves, words, 4, 1), 2
+        programs_wanted = (2 if halves > 1 else 4) * 15 * NUM_MULTIPROCESSORS // 16
     elif num_rows <= 16:
         num_warps, half_programs = (2 * halves, 6) if weight.bits == 4 else (2, 3)
         outputs = 64 // halves if weight.code == "e4m3" else 64
@@ -104,7 +108,7 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     programs = pl.cdiv(num_outputs, tiling.outputs) * pl.cdiv(num_rows, tiling.rows)
     num_steps = pl.cdiv(weight.values.shape[1], tiling.words)
     num_splits = 1
-    while num_splits < 8 and programs * num_splits < programs_wanted and num_steps >= 16 * num_splits:
+    while num_splits < 8 and programs * num_splits < programs_wanted and num_steps >= 2 * least_steps * num_splits:
         num_splits *= 2
     return tiling._replace(num_splits=num_splits)
 

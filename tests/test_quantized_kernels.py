@@ -12,7 +12,7 @@ import pytest
 from lowering import compile_for_sm90, triton_kernels
 from test_quantized import CASES, E2M1, fabricated
 
-from pallas_kernels import quantized_linear, quantized_matmul, quantized_tiles
+from pallas_kernels import launch, quantized_linear, quantized_matmul, quantized_tiles
 from pallas_kernels.quantized import as_pair, assembly, decode_pairs, field_of
 from pallas_kernels.quantized_linear import RowTiling, _bytes, bytes_of_e2m1
 from pallas_kernels.quantized_matmul import Tiling
@@ -304,6 +304,33 @@ def test_compiles_without_spilling(format, size, num_outputs, gated, num_rows, t
     for kernel in kernels:
         resources = compile_for_sm90(kernel, tmp_path)
         assert resources.spilled_bytes == 0 and resources.shared_bytes <= 227 * 1024, (kernel.name, resources)
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "size", "halves"),
+    [
+        (34816, 5120, 2),
+        (28672, 4096, 2),
+        (16384, 5120, 1),
+        (12288, 2048, 1),
+        (6144, 4096, 1),
+        (5120, 6144, 1),
+        (5120, 17408, 1),
+        (4096, 14336, 1),
+        (2048, 4096, 1),
+    ],
+)
+def test_programs_of_e4m3_hide_loads(num_outputs, size, halves):
+    """A multiprocessor runs enough programs at once, and nearly all of their threads load in each step."""
+    weight = described("fp8 in blocks", num_outputs, size)
+    tiling = quantized_linear.default_tiling(weight, num_outputs // halves)
+    programs = -(-num_outputs // (halves * tiling.outputs)) / launch.NUM_MULTIPROCESSORS
+    assert 11 < tiling.num_warps * programs < 40 or programs > 30
+    loads, lanes = size // 16, 32 * tiling.num_warps
+    assert -(-loads // lanes) * lanes <= 1.15 * loads and loads <= 16 * lanes
+    tiling = quantized_matmul.default_tiling(weight, num_outputs // halves, 4)
+    programs = -(-num_outputs // (halves * tiling.outputs)) * tiling.num_splits / launch.NUM_MULTIPROCESSORS
+    assert tiling.num_stages == 1 and 1.9 < programs < 8
 
 
 @pytest.mark.slow

@@ -169,6 +169,6 @@ def test_choice(monkeypatch):
     monkeypatch.setattr(quantized_tiles, "TRIED", jax.__version__[:5])
     assert kernel(17) is kernel(1024) is quantized_tiles
     assert kernel(16) is kernel(64, interpret=True) is kernel(64, num_outputs=384) is quantized_matmul
-    large = {"num_outputs": 4096, "size": 4096}
+    large = {"num_outputs": 4096, "size": 8192}
     assert kernel(2, **large, format="fp8") is kernel(16, **large, format="fp8 in blocks") is quantized_tiles
     assert kernel(16, **large) is kernel(16, num_outputs=28672, format="fp8") is quantized_matmul
