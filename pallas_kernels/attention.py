@@ -9,7 +9,7 @@ factor of the scores, and the scale of values a factor of the result, so that a 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,24 @@ LARGEST_FLOAT8 = 448.0
 _SMALLEST_QUERY = 2.0**-100  # a query whose numbers are all smaller is not made larger any more
 CacheScales = tuple[Array, Array]  # of keys and of values, [kv heads] float32
 HeadNorm = tuple[Any, float, float]  # scale [head size], epsilon, and a number added to the scale
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Parts of a sequence, one after the other, of which a token sees its own alone, up to itself."""
+
+    size: int  # positions of a part
+
+
+# The positions that a token sees: a number of them up to its own, its part, or all before it.
+Window: TypeAlias = int | Chunks | None
+
+
+def first_inside(window: int | Chunks, position: Array) -> Array:
+    """Return the first position that tokens at some positions see, int32."""
+    if isinstance(window, Chunks):
+        return position - lax.rem(position, jnp.full_like(position, window.size))
+    return jnp.maximum(position - window + 1, 0)
 
 
 class Layout(NamedTuple):
@@ -96,7 +114,7 @@ class Scores(NamedTuple):
 
     scale: float
     softcap: float | None  # number c that turns a score s into c tanh(s / c); None for none
-    window: int | None  # number of positions that a query sees, its own included; None is all
+    window: Window  # the positions that a query sees
     num_hidden: int  # number of slots, from the first on, that only their own tokens see
 
 
@@ -150,9 +168,7 @@ def layout_of(cache: Array, pages: Array | None) -> Layout:
     return Layout(num_pages, page_size, page_size * (1 if pages is None else pages.shape[1]), size)
 
 
-def scores_of(
-    layout: Layout, scale: float | None, softcap: float | None, window: int | None, num_hidden: int
-) -> Scores:
+def scores_of(layout: Layout, scale: float | None, softcap: float | None, window: Window, num_hidden: int) -> Scores:
     """Return how scores are made; a scale of None is 1 / sqrt(head size)."""
     return Scores(layout.head_size**-0.5 if scale is None else scale, softcap, window, num_hidden)
 

@@ -23,8 +23,10 @@ from pallas_kernels.attention import (
     Layout,
     New,
     Scores,
+    Window,
     as_factors,
     attend,
+    first_inside,
     layout_of,
     load_queries,
     load_sinks,
@@ -96,7 +98,7 @@ def decode_attention(
     pages: Array | None = None,
     tree: tuple[Array, Array] | None = None,
     *,
-    window: int | None = None,
+    window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
@@ -121,7 +123,7 @@ def decode_attention(
             [0, num_pages) are not written.
         tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, by which a
             window hides slots. None is a chain: each sees the tokens up to itself.
-        window: number of positions that a query sees, its own included; None is all before it.
+        window: number of positions that a query sees, its own included, or parts; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see.
@@ -211,7 +213,7 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
     def visit(attended, keys, values, slot):
         seen = (slot < end)[None]
         if plan.scores.window is not None:
-            seen &= queries.position[:, None] - slot[None] < plan.scores.window
+            seen &= slot[None] >= first_inside(plan.scores.window, queries.position)[:, None]
         if plan.scores.num_hidden:
             seen &= (slot >= plan.scores.num_hidden)[None]
         return attend(attended, heads, keys, values, seen, plan.scores, factor)
@@ -249,7 +251,7 @@ def _slots_of(split: Array, first: Array, plan: _Plan) -> tuple[Array, Array]:
     """Return the range [begin, end) of the cached slots that a split attends to, of those before `first`."""
     window, block_size = plan.scores.window, plan.block_size
     length = jnp.minimum(first, plan.layout.num_slots)
-    seen = 0 if window is None else jnp.maximum(length - window + 1, 0) // block_size * block_size  # by any query
+    seen = 0 if window is None else first_inside(window, length) // block_size * block_size  # by any query
     chunk = pl.cdiv(length - seen, plan.splits * block_size) * block_size
     begin = seen + split * chunk
     return begin, jnp.minimum(begin + chunk, length)
@@ -266,7 +268,7 @@ def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Pla
         seen = plgpu.load(index, mask=(token < plan.num_tokens)[:, None] & exists, other=0) != 0
     if plan.scores.window is not None:
         position = _positions(inputs, sequence, i, plan)
-        seen &= queries.position[:, None] - position[None] < plan.scores.window
+        seen &= position[None] >= first_inside(plan.scores.window, queries.position)[:, None]
     if plan.scores.num_hidden:
         seen &= (queries.first + i >= plan.scores.num_hidden)[None] | (i[None] == token[:, None])
     return seen

@@ -22,8 +22,10 @@ from pallas_kernels.attention import (
     Layout,
     New,
     Scores,
+    Window,
     as_factors,
     attend,
+    first_inside,
     layout_of,
     load_heads,
     load_queries,
@@ -64,7 +66,7 @@ def prompt_attention(
     rotation: tuple[Array, Array] | None = None,
     pages: Array | None = None,
     *,
-    window: int | None = None,
+    window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
@@ -87,7 +89,7 @@ def prompt_attention(
             and new keys.
         pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
             [0, num_pages) are not written.
-        window: number of slots that a query sees, its own included; None is all before it.
+        window: number of slots that a query sees, its own included, or parts; None is all before it.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see.
@@ -181,7 +183,7 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
         distance = (start + token)[:, None] - slot[None]
         seen = distance >= 0
         if plan.scores.window is not None:
-            seen &= distance < plan.scores.window
+            seen &= slot[None] >= first_inside(plan.scores.window, start + token)[:, None]
         if plan.scores.num_hidden:
             seen &= (slot >= plan.scores.num_hidden)[None] | (distance == 0)
         return attend(attended, heads, keys, values, None if is_seen_whole else seen, plan.scores, factor)
@@ -195,7 +197,7 @@ def _prompt_attention_kernel(inputs, out_ref, *, plan: _Plan):
         whole = partial(visit, is_seen_whole=True)
         attended = walk(cached, hidden, begin, width, whole, attended, has_part=False)
     else:
-        begin = jnp.maximum(first - plan.scores.window + 1, 0) // width * width
+        begin = first_inside(plan.scores.window, first) // width * width
     attended = walk(cached, begin, end, width, visit, attended)
     attended = attended.with_sinks(load_sinks(sinks_ref, head))
     store_heads(out_ref, index, attended.mean(cached.value_scale), plan.layout, exists)

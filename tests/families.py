@@ -135,6 +135,18 @@ LATENTS = GLM | {
 LATENTS.pop("partial_rotary_factor")
 LAGUNA = {"model_type": "laguna", "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5}
 LAGUNA |= {"shared_expert_intermediate_size": 24}
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "head_dim": 16,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 5,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
 ERNIE = {
     "model_type": "ernie4_5_moe",
     "head_dim": 16,
@@ -310,6 +322,17 @@ VARIANTS = {
         "rope_parameters": YARN
         | {"original_max_position_embeddings": 4, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": True}
         | {"llama_4_scaling_beta": 0.5, "rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "llama4": LLAMA | LLAMA4 | {"num_hidden_layers": 3},
+    "llama4_between": LLAMA
+    | LLAMA4
+    | {
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attention_bias": True,
+        "rope_scaling": LLAMA3_SCALING,
+        "tie_word_embeddings": True,
     },
     "glm": LLAMA | {"model_type": "glm", "head_dim": 8, "attention_bias": True},
     "glm4": LLAMA | {"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False},

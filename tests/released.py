@@ -2,7 +2,7 @@
 
 from families import ALL, LLAMA3_SCALING, PARTIAL
 
-from specjax.models.experts import ClippedGated, Experts, Shared, SigmoidTopK, TopKSoftmax
+from specjax.models.experts import ClippedGated, Experts, Shared, SigmoidTopK, TopKSigmoid, TopKSoftmax
 from specjax.models.layer import Attention, GatedMLP, LayerConfig, OutputGate
 from specjax.models.layer_input import LayerInput
 from specjax.models.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, QueryScaling, Rope, YarnScaling
@@ -12,6 +12,9 @@ SLIDING = {"window": 512}  # layers of Gemma 4
 FULL = {"rope": Rope(1e6, ProportionalScaling(3)), "head_size": 24}
 LAGUNA_SCALING = YarnScaling(128.0, 8192, 5e5, 32.0, 1.0, magnitude=1.4852030263919618)
 LAGUNA = {"has_head_norms": True, "output_gate": OutputGate("softplus", by_head=True)}
+LLAMA4 = LayerConfig(
+    Attention(has_unit_norms=True, chunk=8192), Experts(TopKSigmoid(6, 1), shared=Shared(), weighs_inputs=True)
+)
 # The case of `families.ALL` that has the same tensors, the fields, and the differences of the network from the case.
 RELEASED = {
     "Llama 3.1 8B Instruct": (
@@ -635,6 +638,50 @@ RELEASED = {
             ),
         },
     ),
+    "Llama 4 Scout 17B 16E Instruct": (
+        "llama4",
+        {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "boi_token_index": 200080,
+            "eoi_token_index": 200081,
+            "image_token_index": 200092,
+            "model_type": "llama4",
+            "text_config": {
+                "_attn_implementation_autoset": True,
+                "attention_bias": False,
+                "attention_chunk_size": 8192,
+                "attention_dropout": 0.0,
+                "attn_scale": 0.1,
+                "attn_temperature_tuning": 4,
+                "bos_token_id": 200000,
+                "eos_token_id": [200001, 200007, 200008],
+                "floor_scale": 8192,
+                "for_llm_compressor": False,
+                "hidden_act": "silu",
+                "initializer_range": 0.02,
+                "interleave_moe_layer_step": 1,
+                "intermediate_size_mlp": 48,
+                "model_type": "llama4_text",
+                "no_rope_layers": [],
+                "num_experts_per_tok": 1,
+                "num_local_experts": 6,
+                "output_router_logits": False,
+                "pad_token_id": 200018,
+                "rms_norm_eps": 1e-05,
+                "rope_scaling": LLAMA31_SCALING,
+                "rope_theta": 500000.0,
+                "router_aux_loss_coef": 0.001,
+                "router_jitter_noise": 0.0,
+                "torch_dtype": "bfloat16",
+                "use_cache": True,
+                "use_qk_norm": True,
+            },
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.51.0.dev0",
+        },
+        {"rope_theta": 5e5, "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192), "layers": (LLAMA4,) * 3},
+    ),
     "ERNIE 4.5 21B A3B": (
         "ernie4_5_moe",
         {
@@ -693,4 +740,7 @@ SIZES = {
 def fields_of(name: str) -> dict:
     """config.json of a released checkpoint, with the sizes of its case."""
     case, fields, _ = RELEASED[name]
-    return fields | {name: value for name, value in ALL[case].items() if name in SIZES}
+    sizes = {name: value for name, value in ALL[case].items() if name in SIZES}
+    if "text_config" in fields:
+        return fields | {"text_config": fields["text_config"] | sizes}
+    return fields | sizes

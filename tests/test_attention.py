@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from paged import poisoned, random_table
 
+from pallas_kernels.attention import Chunks
 from specjax.models import attention, dense_attention
 from specjax.models.attention import BLOCK, attend, attend_to_cache, attention_mask, num_slots, update_cache
 from specjax.models.block_attention import num_blocks
@@ -24,12 +25,13 @@ OPTIONS = {
     "window": {"window": 21, "scale": 0.4, "softcap": 2.0},
     "sinks": {"sinks": np.array([-20, 20, 0.5, 3], np.float32)},
     "hidden": {"num_hidden": 3},
+    "chunks": {"window": Chunks(21), "scale": 0.4},
 }
 LAYOUTS = "dense", "pages"
-COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in OPTIONS if options != "hidden"]
-CASES = [*((5, *combination) for combination in COMBINATIONS), (5, "dense", "hidden")]
+COMBINATIONS = [(layout, options) for layout in LAYOUTS for options in list(OPTIONS)[:3]]
+CASES = [*((5, *combination) for combination in COMBINATIONS), (5, "dense", "hidden"), (5, "pages", "chunks")]
 SLOW = [(n, *COMBINATIONS[i % 6]) for i, n in enumerate((1, 2, 3, 4, 7, 8, 15, 16, 17, 18, 31, 32, 33, 63))]
-SLOW += [(64, *combination) for combination in COMBINATIONS]
+SLOW += [*((64, *combination) for combination in COMBINATIONS), (64, "dense", "chunks")]
 
 
 def arrays(num_tokens, dtype):
@@ -58,7 +60,10 @@ def reference(
     attended = np.zeros(query.shape)
     for b, t, h in np.ndindex(query.shape[:3]):
         end = positions[b, t] + 1
-        begin = num_hidden if window is None else max(0, end - window)
+        if isinstance(window, Chunks):
+            begin = (end - 1) // window.size * window.size
+        else:
+            begin = num_hidden if window is None else max(0, end - window)
         kv_head = h // (HEADS // KV_HEADS)
         scores = scale * keys[b, begin:end, kv_head] @ query[b, t, h]
         if softcap is not None:
@@ -106,7 +111,7 @@ def test_each_token_sees_those_up_to_itself(num_tokens, implementation, layout, 
     assert error < tolerance
 
 
-LONG = [(70, *combination) for combination in (*COMBINATIONS, ("dense", "hidden"))]
+LONG = [(70, *combination) for combination in (*COMBINATIONS, ("dense", "hidden"), ("dense", "chunks"))]
 FAST = (70, "dense", "plain"), (5, "pages", "plain")
 BLOCKS = [*LONG, *((5, "pages", name) for name in OPTIONS)]
 

@@ -10,7 +10,7 @@ import pytest
 from heads import prefill
 from lowering import compile_for_sm90, triton_kernels
 
-from pallas_kernels.attention import HeadNorms
+from pallas_kernels.attention import Chunks, HeadNorms
 from pallas_kernels.decode_attention import MAX_TOKENS, decode_attention, unsupported
 from pallas_kernels.prompt_attention import _program_size, prompt_attention
 from specjax import SamplingParams, decode, proposers, sampling
@@ -90,7 +90,9 @@ def expected(
         index = jnp.clip(index, 0, num_tokens - 1)
         position = jnp.where(is_new, jnp.take_along_axis(slot, index, axis=1), position)
         mask = jnp.where(is_new[:, None], jnp.take_along_axis(sees, index[:, None], axis=2), mask)
-    if window is not None:
+    if isinstance(window, Chunks):
+        mask &= slot[..., None] // window.size == position[:, None] // window.size
+    elif window is not None:
         mask &= slot[..., None] - position[:, None] < window
     wide = (cache.astype(jnp.float32) * scale for cache, scale in zip(caches, scales, strict=True))
     with jax.default_matmul_precision("highest"):
@@ -151,6 +153,7 @@ def check(case, interpret, page_size=None, turned=False, tree=False, cache_dtype
 
 TURNED, WINDOW = {"turned": True, "window": 2}, {"window": 70, "scale": 0.3, "softcap": 2.0}
 HIDDEN = {"num_hidden": 20, "turned": True}
+CHUNKS = {"window": Chunks(50), "turned": True}
 TREE = {"tree": True, "window": 6, "turned": True}
 SINKS = {"sinks": np.array([-20, 20, 0, 1, -1, 3, 0.5, 2, 4] * 2, np.float32)}  # one takes nearly all mass of its head
 _SCALES = np.random.default_rng(7).uniform(-1.5, 1.5, (2, 256)).astype(np.float32)
@@ -185,6 +188,9 @@ def slow(*values):
         slow("several blocks of queries", TREE),
         slow("odd sizes", TREE | {"page_size": 152}),
         ("empty and full", HIDDEN),
+        ("past the end", CHUNKS),
+        slow("blocks of several splits", CHUNKS | {"page_size": 64}),
+        slow("several blocks of queries", CHUNKS | TREE | {"window": Chunks(153)}),
         slow("odd sizes", TURNED | SINKS),
         slow("one split", {"page_size": 16} | SINKS),
         slow("blocks of several splits", WINDOW | SINKS),
@@ -212,6 +218,8 @@ def test_few_tokens(case, options):
         slow("odd sizes", TURNED | {"page_size": 76}),
         slow("large heads", {"softcap": 3.0}),
         slow("from the start", HIDDEN),
+        slow("from the start", CHUNKS),
+        slow("in the middle", CHUNKS | {"page_size": 16}),
         slow("in the middle", TURNED | SINKS),
         slow("odd sizes", {"page_size": 76} | SINKS),
         slow("odd sizes", TURNED | {"page_size": 76} | NORMS),
@@ -273,8 +281,8 @@ def test_no_token_sees_a_later_one(num_tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{}, TURNED, WINDOW, TREE, SINKS, TURNED | NORMS, IN_PART | NORMS],
-    ids=["plain", "turned", "window", "tree", "sinks", "norms", "part"],
+    [{}, TURNED, WINDOW, CHUNKS, TREE, SINKS, TURNED | NORMS, IN_PART | NORMS],
+    ids=["plain", "turned", "window", "chunks", "tree", "sinks", "norms", "part"],
 )
 @pytest.mark.parametrize("page_size", [None, 16, "all"])
 @pytest.mark.parametrize("case", [*CASES.values(), *PROMPTS.values()], ids=[*CASES, *PROMPTS])

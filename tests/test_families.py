@@ -64,7 +64,18 @@ def distance(logits: np.ndarray, expected: np.ndarray) -> float:
 
 
 # The cases that find the breaks of families.
-FAST = "llama", "llama3_beside", "gemma3", "gemma4_small", "deepseek_v3", "glm4", "hunyuan", "afmoe", "ernie4_5_moe"
+FAST = (
+    "llama",
+    "llama3_beside",
+    "gemma3",
+    "gemma4_small",
+    "deepseek_v3",
+    "glm4",
+    "hunyuan",
+    "afmoe",
+    "ernie4_5_moe",
+    "llama4",
+)
 
 
 @pytest.mark.parametrize("case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in ALL])

@@ -111,6 +111,7 @@ def test_experts_get_matrices_of_their_own(tmp_path, case):
         (hybrids.write, "nemotron_h_latents"),
         (families.write, "minimax_m2"),
         (families.write, "laguna"),
+        (families.write, "llama4_between"),
     ],
 )
 def test_all_matrices_of_a_family_are_rounded_as_when_it_is_read(tmp_path, write, case):

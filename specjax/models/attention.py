@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode_attention as of_few
 from pallas_kernels import prompt_attention as of_many
-from pallas_kernels.attention import CacheScales, HeadNorms, stored
+from pallas_kernels.attention import CacheScales, Chunks, HeadNorms, Window, first_inside, stored
 from specjax.models.block_attention import BLOCK, SMALL_BLOCK, Cache, attend_in_blocks, loaded
 from specjax.models.dense_attention import attend, attend_few
 from specjax.models.latent_heads import Expand, HeadMatrices
@@ -120,7 +120,7 @@ class Cached:
     cache: Cache
     inputs: ModelInput
     mask: Array  # [B, 1, T, S] bool
-    window: int | None
+    window: Window
     num_hidden: int
     scales: CacheScales | None = None
     is_packed: bool = False  # whether the rows of `inputs` are the tiles of a packed call
@@ -215,7 +215,7 @@ def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:
 def memories(
     inputs: ModelInput,
     cache: Sequence[Cache] | None,
-    windows: Sequence[int | None],
+    windows: Sequence[Window],
     num_hidden: int = 0,
     scales: Sequence[CacheScales | None] | None = None,
 ) -> list[Uncached] | list[Cached] | list[Grouped]:
@@ -225,7 +225,7 @@ def memories(
         inputs: the call. Without a cache they are whole sequences from position 0, which are attended causally or as
             `inputs.mask` says.
         cache: of each layer; None for none.
-        windows: of each layer, the number of positions that a token sees, its own included; None is all.
+        windows: of each layer, the number of positions that a token sees, its own included, or parts; None is all.
         num_hidden: number of slots, from the first on, that only their own tokens see.
         scales: of each layer's cache, as `attend_to_cache` takes them; None for none.
     """
@@ -234,7 +234,7 @@ def memories(
         return [Grouped(of_layer[0].cache, inputs, of_layer) for of_layer in zip(*of_groups, strict=True)]
     inputs, is_packed = by_tile(inputs), inputs.pieces is not None
     size = inputs.tokens.shape[1] if cache is None else num_slots(cache[0], inputs)
-    windows = [None if window is None or window >= size else window for window in windows]
+    windows = [None if _covers(window, size) else window for window in windows]
     is_causal = cache is None and inputs.mask is None
     masked = [window for window in dict.fromkeys(windows) if window is not None or not is_causal]
     masks = {window: attention_mask(inputs, size, window, num_hidden) for window in masked}
@@ -245,6 +245,13 @@ def memories(
     return [Cached(one, inputs, masks[window], window, num_hidden, scale, is_packed) for one, window, scale in each]
 
 
+def _covers(window: Window, size: int) -> bool:
+    """Return whether a token sees all tokens before it in rows of `size` slots."""
+    if isinstance(window, Chunks):
+        return window.size >= size
+    return window is None or window >= size
+
+
 def num_slots(cache: Cache, inputs: ModelInput) -> int:
     """Return S, the number of slots that each row has."""
     if inputs.groups is not None:
@@ -253,11 +260,11 @@ def num_slots(cache: Cache, inputs: ModelInput) -> int:
     return size if inputs.pages is None else inputs.pages.shape[1] * size
 
 
-def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None, num_hidden: int = 0) -> Array:
+def attention_mask(inputs: ModelInput, num_slots: int, window: Window = None, num_hidden: int = 0) -> Array:
     """Return which cache slots each query may attend to, [B, 1, T, S] bool.
 
-    They are all slots before this call, and in it the slots that `inputs.mask` allows; with a window, only slots that
-    lie less than `window` positions before the query. The first `num_hidden` slots are seen by their own tokens alone.
+    They are all slots before this call, and in it the slots that `inputs.mask` allows; with a window, only slots of
+    positions inside it. The first `num_hidden` slots are seen by their own tokens alone.
     """
     batch_size, num_tokens = inputs.tokens.shape
     start = inputs.positions[:, :1, None]  # [B, 1, 1]
@@ -272,7 +279,7 @@ def attention_mask(inputs: ModelInput, num_slots: int, window: int | None = None
     if window is not None:
         inside = jnp.take_along_axis(inputs.positions[:, None], index, axis=2)  # in a tree, siblings share a position
         position = jnp.where(offset < 0, jnp.arange(num_slots, dtype=jnp.int32)[None, None], inside)  # [B, 1, S]
-        seen &= inputs.positions[:, :, None] - position < window
+        seen &= position >= first_inside(window, inputs.positions)[:, :, None]
     if num_hidden:
         seen &= (jnp.arange(num_slots, dtype=jnp.int32)[None, None] >= num_hidden) | (offset == query)
     return seen[:, None]
@@ -328,7 +335,7 @@ def attend_to_cache(
     inputs: ModelInput,
     mask: Array,
     rotation: Rotation | None = None,
-    window: int | None = None,
+    window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
@@ -350,7 +357,7 @@ def attend_to_cache(
         inputs: the tokens of the call and their positions.
         mask: [B, 1, T, S] bool, as `attention_mask` gives it.
         rotation: turns queries and keys first; None for none.
-        window: number of positions that a query sees, its own included, as in `mask`; None is all.
+        window: number of positions that a query sees, its own included, or parts, as in `mask`; None is all.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: number c that turns a score s into c tanh(s / c); None for none.
         num_hidden: number of slots, from the first on, that only their own tokens see, as in `mask`.
@@ -411,7 +418,7 @@ def _attend_in_xla(
     mask: Array,
     sinks: Array | None = None,
     *,
-    window: int | None,
+    window: Window,
     num_hidden: int,
     scale: float | None,
     softcap: float | None = None,

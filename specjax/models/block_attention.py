@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import FLOAT8
+from pallas_kernels.attention import FLOAT8, Window, first_inside
 from specjax.models.dense_attention import heads_together, own_head
 from specjax.models.latent_heads import Expand
 from specjax.pages import in_pool, locate
@@ -43,7 +43,7 @@ def attend_in_blocks(
     query: Array,
     cache: Cache,
     inputs: ModelInput,
-    window: int | None = None,
+    window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     num_hidden: int = 0,
@@ -82,7 +82,9 @@ def attend_in_blocks(
         pair = (load("key"), load("value")) if expand is None else expand(load("key"))
         key, value = (x.reshape(batch_size, size, num_products, -1) for x in pair)
         distance = position[:, :, None] - slot[:, None]  # [B, T, size]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        seen = distance >= 0
+        if window is not None:
+            seen &= slot[:, None] >= first_inside(window, position)[:, :, None]
         if num_hidden:
             seen &= (slot[:, None] >= num_hidden) | (distance == 0)
         scores = factor * jnp.einsum("btkgd,bskd->btkgs", grouped, key, preferred_element_type=dtype)

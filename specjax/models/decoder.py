@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import Window
 from specjax.models import network, recurrent
 from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.latent_attention import InitLatents, latent_mixer
@@ -54,7 +55,7 @@ class DecoderConfig:
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
     axis_name: str | None = None  # mesh axis whose devices share the decoder; the sizes then describe one device's part
-    query_scaling: QueryScaling | None = None  # factor on queries by their position; None for none
+    query_scaling: QueryScaling | None = None  # factor on the queries of all layers by their position; None for none
     rotary_size: int | None = None  # numbers of a head that turn with the position, the first ones; None is all
     rope_is_interleaved: bool = False  # whether two numbers that turn together stand side by side in a head
     expert_size: int = 0  # width of each expert
@@ -126,6 +127,11 @@ class DecoderConfig:
         """The window of each layer: the number of positions that a token sees, its own included; None is all."""
         return tuple(getattr(layer.mixer, "window", None) for layer in self.each_layer)
 
+    @property
+    def seen(self) -> tuple[Window, ...]:
+        """The positions that tokens of each layer see: its window, or the parts of its sequence."""
+        return tuple(layer.mixer.seen if isinstance(layer.mixer, Attention) else None for layer in self.each_layer)
+
 
 def _init(config: DecoderConfig, seed: int) -> PyTree:
     """Return random parameters: normal matrices, norms that scale by 1, and biases of zeros."""
@@ -192,14 +198,15 @@ def _apply(
         found, new_cache = _memories(config, params, inputs, cache), [{}] * config.num_layers
         lent: dict[int, Borrowed] = {}
         turns = _rotations(config, inputs, cache)
-        factor = None if config.query_scaling is None else config.query_scaling(inputs.positions)
+        scalings = dict.fromkeys(_query_scaling(config, layer) for layer in config.each_layer)
+        factors = {scaling: None if scaling is None else scaling(inputs.positions) for scaling in scalings}
         links = {name: params[name] for name in {"links"} & params.keys()}  # of the devices that share the model
         given = None if config.input is None else config.input.of_all(config, params, inputs.tokens, x)
         for i, layer in enumerate(config.each_layer):
             weights = params["layers"][i] | links
             owner, of_layer = config.owners[i], turns[_turning(config, layer)]
             memory = lent.get(owner, found[i])
-            own = None if given is None else given[:, :, i]
+            own, factor = None if given is None else given[:, :, i], factors[_query_scaling(config, layer)]
             x, kept = run_layer(config, layer, weights, x, of_layer, memory, None, factor, own)
             if isinstance(kept, Borrowed):
                 lent[owner], kept = kept, kept.kept
@@ -219,6 +226,12 @@ def _logits(config: DecoderConfig, head: Array, norm: Norm, x: Array) -> Array:
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     return network.without_padding(logits, config.num_padding, config.axis_name)
+
+
+def _query_scaling(config: DecoderConfig, layer: LayerConfig) -> QueryScaling | None:
+    """Return the factor on the queries of a layer."""
+    own = layer.mixer.query_scaling if isinstance(layer.mixer, Attention) else None
+    return config.query_scaling if own is None else own
 
 
 def _turning(config: DecoderConfig, layer: LayerConfig) -> tuple[Rope, int]:
@@ -252,7 +265,7 @@ def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: 
     recurs, owners = dict(config.recurrent), config.owners
     pools = cache.pools if isinstance(cache, Memory) else cache
     attends = [i for i, one in enumerate(config.attends) if one and owners[i] == i]
-    windows = [config.windows[i] for i in attends]
+    windows = [config.seen[i] for i in attends]
     scales = [cache_scales(params["layers"][i]) for i in attends]
     own = None if pools is None else [pools[i] for i in attends]
     found: dict[int, Any] = dict(zip(attends, memories(inputs, own, windows, scales=scales), strict=True))

@@ -150,6 +150,29 @@ class TopKSoftmax:
 
 
 @dataclass(frozen=True)
+class TopKSigmoid:
+    """Choose the experts with the largest logits, whose sigmoids are weights, as Llama 4 does.
+
+    Raises:
+        ValueError: `num_chosen` is not in [1, num_experts].
+    """
+
+    num_experts: int
+    num_chosen: int
+    has_kernel = True
+
+    def __post_init__(self):
+        _check_choice(self.num_experts, self.num_chosen)
+
+    def shapes(self) -> Shapes:
+        return {}
+
+    def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
+        best, experts = largest(logits, self.num_chosen)
+        return experts, jax.nn.sigmoid(best)
+
+
+@dataclass(frozen=True)
 class SigmoidTopK:
     """Choose by sigmoids plus corrections, inside the best groups of experts, as DeepSeek V3 and GLM-4.5 do.
 
@@ -281,6 +304,8 @@ class Experts:
     has_router_norm: bool = False
     # Numbers of a token that experts read and give, with a projection before and after; None: hidden_size.
     latent_size: int | None = None
+    # Whether the weight of the one expert of a token multiplies its input, as in Llama 4, and not its output.
+    weighs_inputs: bool = False
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name. The matrices of experts are [experts, outputs, inputs]."""
@@ -376,11 +401,12 @@ class Experts:
 
         def by_xla(x: Array, logits: Array, vectors: Params, *matrices: Any) -> tuple[Array, Array, Array]:
             experts, weights = self.router(vectors, logits)
-            return self._by_xla(x, experts, weights, *matrices), experts, weights
+            return self._by_xla(*self._weighed(x, experts, weights), *matrices), experts, weights
 
         def by_kernels(x: Array, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
             experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
-            y = self._by_kernels(x, experts, weights, *matrices, interpret=interpret, tiles=tiles)
+            operands = self._weighed(x, experts, weights)
+            y = self._by_kernels(*operands, *matrices, interpret=interpret, tiles=tiles)
             return y, experts, weights
 
         def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
@@ -393,6 +419,12 @@ class Experts:
             reason=reason,
             implementation=implementation,
         )
+
+    def _weighed(self, x: Array, experts: Array, weights: Array) -> tuple[Array, Array, Array]:
+        """Return the inputs of experts, the experts and the weights of their outputs, as `mix` takes them."""
+        if not self.weighs_inputs:
+            return x, experts, weights
+        return times(x, weights), experts, jnp.ones_like(weights)
 
     def _unsupported(self, x: Array, gate_up: Array | Quantized, out: Array | Quantized) -> str | None:
         """Return why the kernels cannot compute the mixture of rows x, or None where they can."""

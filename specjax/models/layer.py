@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import HeadNorms
+from pallas_kernels.attention import Chunks, HeadNorms, Window
 from specjax.models.attention import KeyValues
 from specjax.models.linear import Norm, linear, outputs_from, rms_norm
-from specjax.models.rope import Rope, Rotation, rotate
+from specjax.models.rope import QueryScaling, Rope, Rotation, rotate
 from specjax.parallel.links import sum_over
 from specjax.types import Array
 
@@ -92,6 +92,7 @@ class Attention:
     has_bias: bool = False  # whether the query, key and value projections have biases
     has_out_bias: bool = False  # whether the output projection has a bias
     has_head_norms: bool = False  # whether each query and key head passes through an RMSNorm
+    has_unit_norms: bool = False  # whether each query and key head is scaled to unit root mean square
     has_wide_norms: bool = False  # whether all query heads together, and all key heads, pass through an RMSNorm
     scale: float | None = None  # factor on the scores; None is 1 / sqrt(head_size)
     softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
@@ -106,6 +107,13 @@ class Attention:
     keys_of: int | None = None  # index of the earlier layer whose keys and values it attends to; None: its own
     norms_turned: bool = False  # whether the norms of heads are of heads that have turned, as in Hunyuan
     output_gate: OutputGate | None = None  # factors on the output, by another matrix; None for none
+    query_scaling: QueryScaling | None = None  # factor on queries by their position; None is as the config says
+    chunk: int | None = None  # positions of the parts of a sequence that tokens do not see beyond; None: no parts
+
+    @property
+    def seen(self) -> Window:
+        """The positions that a token sees."""
+        return self.window if self.chunk is None else Chunks(self.chunk)
 
     @property
     def query_parts(self) -> int:
@@ -184,7 +192,7 @@ class Attention:
         """Return the keys and values of the layer [B, T, kv heads, D], given the projections of its input."""
         value = key if value is None else value
         if self.has_value_norm:
-            value = rms_norm(value, (jnp.ones(value.shape[-1], jnp.float32), config.norm_eps))
+            value = _unit_norm(config, value)
         return self._placed(config, params, "key", key, turns, norms), value
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
@@ -209,6 +217,8 @@ class Attention:
         if self.has_wide_norms:
             flat = heads.reshape(*heads.shape[:2], -1)
             return rms_norm(flat, _norm(config, params, name), config.axis_name).reshape(heads.shape)
+        if self.has_unit_norms:
+            return _unit_norm(config, heads)
         return rms_norm(heads, _norm(config, params, name)) if self.has_head_norms else heads
 
     def _placed(
@@ -425,6 +435,11 @@ def matrix_shape(config: "DecoderConfig", inputs: int, outputs: int) -> tuple[in
 def norm_of(scale: Array, config: "DecoderConfig") -> Norm:
     """Return the norm with this scale [D], as `rms_norm` takes it."""
     return Norm(scale, config.norm_eps, config.norm_offset)
+
+
+def _unit_norm(config: "DecoderConfig", heads: Array) -> Array:
+    """Scale heads [B, T, H, D] to unit root mean square."""
+    return rms_norm(heads, (jnp.ones(heads.shape[-1], jnp.float32), config.norm_eps))
 
 
 def _norm(config: "DecoderConfig", params: Params, name: str) -> Norm:

@@ -25,13 +25,14 @@ MATRIX = re.compile(  # of a layer, and what stands beside the layers of small G
     r"|per_layer_input_gate|per_layer_projection)|per_layer_model_projection|project_in|project_out)\.weight"
 )
 COPIED = re.compile(  # of the towers for images and sound; and what makes keys of latents, which `load` keeps as floats
-    r"(?:model\.)?(?:vision_tower|audio_tower|visual)\..*|.*\.kv_b_proj\.weight"
+    r"(?:model\.)?(?:vision_tower|vision_model|audio_tower|visual)\..*|.*\.kv_b_proj\.weight"
 )
 STACK_OF_GRANITE = re.compile(r"(?:.*\.)?block_sparse_moe\.(?:in|out)put_linear\.weight")
 STACK = re.compile(  # of all experts of a layer
     r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|up_proj|down_proj)"
 )
 AS_MIXTRAL = "mixtral", "minimax_m2"  # families whose files name experts alike
+INPUTS_FIRST = "llama4", "llama4_text"  # families in whose stacks the inputs of a matrix come first
 FLOATS = ("F32", "BF16", "F16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -102,7 +103,8 @@ def _fill(model: Checkpoint, out: Path, format: str) -> tuple[int, int]:
             is_stack = STACK.fullmatch(name) and ndim == 3 and f"{name}_bias" not in names
             is_matrix = is_stack or (MATRIX.fullmatch(name) and ndim == 2 and not COPIED.fullmatch(name))
             if is_matrix and entry["dtype"] in FLOATS:
-                rounding = _rounding_of(name, entry["shape"][-1], format)
+                is_turned = is_stack and family in INPUTS_FIRST
+                rounding = _rounding_of(name, entry["shape"][-2 if is_turned else -1], format)
             parts[name] = [Part(_in_layout(name, family), ..., tuple(entry["shape"]), None)]
             if is_stack or rounding is not None:
                 parts[name] = _matrices(name, tuple(entry["shape"]), rounding, family)
@@ -196,6 +198,7 @@ class Part(NamedTuple):
     place: Any  # index of the stored tensor
     shape: tuple[int, ...]
     rounding: Rounding | None  # None: the tensor is copied
+    is_turned: bool = False  # whether the stored matrix has its inputs first
 
 
 def _in_layout(name: str, family: str) -> str:
@@ -207,7 +210,8 @@ def _matrices(name: str, shape: tuple[int, ...], rounding: Rounding | None, fami
     """Return the matrices of a tensor, [N, K] or a stack [E, N, K] of the experts' matrices."""
     if len(shape) == 2:
         return [Part(_in_layout(name, family), ..., shape, rounding)]
-    number, outputs, inputs = shape
+    is_turned = family in INPUTS_FIRST
+    number, outputs, inputs = (shape[0], shape[2], shape[1]) if is_turned else shape
     block, kind = _in_layout(name, family).rsplit(".", 1)
     gate, up, down = ("w1", "w3", "w2") if family in AS_MIXTRAL else ("gate_proj", "up_proj", "down_proj")
     half = outputs // 2
@@ -215,7 +219,13 @@ def _matrices(name: str, shape: tuple[int, ...], rounding: Rounding | None, fami
     if kind == "gate_up_proj":
         rows = {gate: slice(0, half), up: slice(half, outputs)}
     return [
-        Part(f"{block}.{i}.{part}.weight", (i, place), (place.stop - place.start, inputs), rounding)
+        Part(
+            f"{block}.{i}.{part}.weight",
+            (i, slice(None), place) if is_turned else (i, place),
+            (place.stop - place.start, inputs),
+            rounding,
+            is_turned,
+        )
         for i in range(number)
         for part, place in rows.items()
     ]
@@ -243,7 +253,7 @@ def _write(path: Path, out: Path, parts: dict[str, list[Part]]) -> dict[str, int
             how = own[0].rounding
             logger.info("%s %s", name, "copied" if how is None else f"rounded to {how.format}")
             for part in own:
-                value = values[part.place]
+                value = values[part.place].T if part.is_turned else values[part.place]
                 try:
                     arrays = {part.name: value} if how is None else _arrays(part.name, quantize(value, how.format))
                 except ValueError as error:

@@ -191,14 +191,18 @@ class Rope:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Multiply the query at position p by 1 + beta ln(1 + floor(p / length)), which sharpens attention in long rows."""
+    """Multiply the query at position p by 1 + beta ln(1 + floor((p + offset) / length)).
+
+    This sharpens attention in long rows.
+    """
 
     beta: float
     length: int
+    offset: int = 0
 
     def __call__(self, positions: Array) -> Array:
         """Return the factor [B, T] float32 of queries at positions [B, T] int32."""
-        return 1 + self.beta * jnp.log1p((positions // self.length).astype(jnp.float32))
+        return 1 + self.beta * jnp.log1p(((positions + self.offset) // self.length).astype(jnp.float32))
 
 
 NO_ROPE = Rope(size=0)  # of a layer that does not see positions

@@ -1,6 +1,7 @@
 """Parts that the families with mixtures of experts share: their sizes, and how their files name the experts."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
@@ -122,6 +123,7 @@ class Names:
     down: str = "down_proj"
     shared: str = "shared_experts"
     correction: str = "gate.e_score_correction_bias"
+    inputs_first: bool = False  # whether one tensor for all experts has the inputs of a matrix first
 
     def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
         """Read the parameters of a mixture, as `Experts.shapes` names them.
@@ -151,10 +153,11 @@ class Names:
     def experts(self, config: DecoderConfig, number: int, tensors: Tensors, block: str) -> dict[str, Any]:
         """Read the matrices of the experts of a block, given their number."""
         hidden, size, experts = config.hidden_size, config.expert_size, f"{block}.experts"
+        stacked = partial(tensors.stacked, transposed=self.inputs_first)
         if f"{experts}.gate_up_proj" in tensors:
             return {
-                "experts_gate_up": tensors.stacked(f"{experts}.gate_up_proj", number, 2 * size, hidden),
-                "experts_out": tensors.stacked(f"{experts}.down_proj", number, hidden, size),
+                "experts_gate_up": stacked(f"{experts}.gate_up_proj", number, 2 * size, hidden),
+                "experts_out": stacked(f"{experts}.down_proj", number, hidden, size),
             }
         of = [f"{experts}.{i}" for i in range(number)]
         both = [{f"{one}.{name}.weight": size for name in (self.gate, self.up)} for one in of]

@@ -17,21 +17,21 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     bias = config.get("attention_bias", bool, False)
     attention = Attention(has_bias=bias, has_out_bias=bias)
     ffn = GatedMLP(has_bias=config.get("mlp_bias", bool, False))
-    turns = _turns(config)
-    windows: tuple[int | None, ...] = (None,) * len(turns)
+    each = turns(config)
+    windows: tuple[int | None, ...] = (None,) * len(each)
     if config.get("use_sliding_window", bool, False):
-        windows = llama.windows(config, lambda i: not turns[i], None)
+        windows = llama.windows(config, lambda i: not each[i], None)
     else:
         config.ignore("sliding_window")  # it is then not used
     mixers = [
         replace(attention, window=window, rope=None if turn else NO_ROPE)
-        for turn, window in zip(turns, windows, strict=True)
+        for turn, window in zip(each, windows, strict=True)
     ]
     layers = tuple(LayerConfig(mixer, ffn) for mixer in mixers)
     return llama.decoder(config, tensors, layers, tie_embeddings=True, rope=partial(ropes.read, theta=2e6))
 
 
-def _turns(config: ConfigFile) -> list[bool]:
+def turns(config: ConfigFile) -> list[bool]:
     """Return whether the heads of each layer turn with the position."""
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     interval = config.size("no_rope_layer_interval", 4)

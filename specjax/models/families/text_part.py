@@ -7,6 +7,8 @@ PREFIXES = "language_model.model.", "model.language_model."  # in place of "mode
 OTHERS = (  # names of tensors that text does not pass through
     "vision_tower.*",
     "model.vision_tower.*",
+    "vision_model.*",
+    "model.vision_model.*",
     "multi_modal_projector.*",
     "model.multi_modal_projector.*",
     "mm_projector.*",
