@@ -57,7 +57,7 @@ TILINGS = tuple(
         (128, 32, 4),
         (128, 32, 8),
     )
-    for num_stages in (3, 4, 5)
+    for num_stages in (1, 3, 4, 5)
     for num_splits in (1, 2, 4, 8)
 )
 
