@@ -198,6 +198,12 @@ def test_byte_level_tokenizers():
     assert tokens("hello<|end|>") == ["hel", "l", "o", "<|end|>"]
     for pre in ("smollm", "llama-bpe", "qwen2", "gpt-2"):
         assert tokens("hel 12!", pre=pre) == ["hel", "Ġ", "1", "2", "!"]
+    for pre, words in (
+        ("qwen2", ["\u0e04", "\u0e31\u0e1a"]),
+        ("qwen35", ["\u0e04\u0e31\u0e1a"]),
+    ):
+        split = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).pre_tokenizer
+        assert [end - start for _, (start, end) in split.pre_tokenize_str("".join(words))] == list(map(len, words))
     begin = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
     tokenizer = tokenizer_of(Header("model.gguf", files.byte_level(**begin), {}))
     assert tokenizer.encode("hel").tokens == ["<|end|>", "hel"]

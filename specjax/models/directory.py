@@ -319,7 +319,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _stored_scheme(self) -> GGUFScheme | None:
         file = open_gguf(self.directory)
-        has_codes = any(entry.kind.name in KEPT for entry, _ in file.entries.values())
+        has_codes = any(place.entry.kind.name in KEPT for place in file.entries.values())
         return GGUFScheme(self.directory) if has_codes else None
 
     @cached_property

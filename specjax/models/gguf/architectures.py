@@ -1,12 +1,15 @@
 """The architectures that are read from GGUF files, and how the files of one differ from the files of others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from specjax.models.gguf import delta_nets
 from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header
+from specjax.models.gguf.places import Place
 
 OF_LAYER = {
     "attn_q": "self_attn.q_proj",
@@ -98,7 +101,7 @@ def _granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(fields: Fields, number: str = "num_experts") -> dict[str, Any]:
     """Return the sizes of experts; the field of config.json with their number has the name `number`."""
-    size = fields.get("expert_feed_forward_length", int, fields.get("feed_forward_length", int))
+    size = fields.get("expert_feed_forward_length", int, None) or fields.get("feed_forward_length", int)
     return {
         number: fields.get("expert_count", int),
         "num_experts_per_tok": fields.get("expert_used_count", int),
@@ -158,6 +161,24 @@ def _gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return found | {"rope_scaling": scaling}
 
 
+def _qwen3_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "qwen3_5_text", **delta_nets.sizes(fields, config)}
+
+
+def _qwen3_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("expert_weights_norm", True)
+    return {
+        **delta_nets.sizes(fields, config),
+        **_experts(fields),
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": fields.get("expert_shared_feed_forward_length", int),
+    }
+
+
+def _as_stored(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
+    yield name, place
+
+
 def _has_mlp_bias(fields: Fields) -> bool:
     return "blk.0.ffn_gate.bias" in fields.header.tensors
 
@@ -174,11 +195,17 @@ class Architecture:
     scalings: tuple[str, ...] = ()  # kinds of rotary scaling beside linear, whose fields `fields` reads
     has_experts: bool = False  # whether layers may have experts, as one tensor of all
     has_ordered_tokens: bool = False  # whether merges follow the ids of tokens and not their scores
+    # The tensors of transformers that a tensor with such a name holds, given config.json.
+    holds: Callable[[str, Place, dict[str, Any]], Iterator[tuple[str, Place]]] = _as_stored
 
     @property
     def of_layer(self) -> dict[str, str]:
         """The names of the tensors of a layer in transformers, by their names in GGUF."""
         return OF_LAYER | dict(self.names)
+
+    def parts(self, name: str, place: Place, config: dict[str, Any]) -> dict[str, Place]:
+        """Return the tensors of transformers that a tensor holds, by name."""
+        return dict(self.holds(name, place, config))
 
 
 POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
@@ -213,6 +240,29 @@ ARCHITECTURES = {
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, has_experts=True),
+    "qwen35": Architecture(
+        fields=_qwen3_5,
+        names=delta_nets.OF_LAYER,
+        has_norm_offset=True,
+        has_partial_rotary=True,
+        holds=partial(delta_nets.in_order, is_tiled=True),
+    ),
+    "qwen35moe": Architecture(
+        fields=_qwen3_5_moe,
+        names=OF_EXPERTS + delta_nets.OF_LAYER,
+        has_norm_offset=True,
+        has_partial_rotary=True,
+        has_experts=True,
+        holds=partial(delta_nets.in_order, is_tiled=True),
+    ),
+    "qwen3next": Architecture(
+        fields=_qwen3_5_moe,
+        names=OF_EXPERTS + delta_nets.OF_LAYER,
+        has_norm_offset=True,
+        has_partial_rotary=True,
+        has_experts=True,
+        holds=partial(delta_nets.in_order, is_tiled=False),
+    ),
     "glm4moe": Architecture(fields=_glm4_moe, names=OF_EXPERTS + OF_GLM, has_partial_rotary=True, has_experts=True),
     "gpt-oss": Architecture(fields=_gpt_oss, names=OF_EXPERTS + OF_GPT_OSS, scalings=("yarn",), has_experts=True),
     "gemma2": Architecture(

@@ -14,7 +14,6 @@ SIZES = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
 }
 LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
@@ -29,6 +28,9 @@ def config_of(header: Header) -> dict[str, Any]:
     """
     architecture, fields = architecture_of(header), Fields(header)
     config: dict[str, Any] = {name: fields.get(field, int) for name, field in SIZES.items()}
+    # Files of mixtures without an MLP may lack its width.
+    expert_size = fields.get("expert_feed_forward_length", int, None) if architecture.has_experts else None
+    config["intermediate_size"] = fields.get("feed_forward_length", int, *([expert_size] if expert_size else []))
     heads = config["num_attention_heads"]
     if heads < 1 or "token_embd.weight" not in header.tensors:
         raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")

@@ -14,14 +14,15 @@ def name_of(name: str, of_layer: dict[str, str]) -> str:
         name: of the tensor in GGUF.
         of_layer: names of the tensors of a layer, by their names in GGUF, with the ending where that is not kept.
     """
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+)\.(weight|bias)", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+?)(?:\.(weight|bias))?", name)
     if match is None:
         return name
     layer, kind, last = match.groups()
     known = WHOLE if layer is None else of_layer
-    if f"{kind}.{last}" in known:
-        return f"model.layers.{layer}.{known[f'{kind}.{last}']}"
-    if kind not in known:
+    whole = kind if last is None else f"{kind}.{last}"
+    if layer is not None and whole in known:
+        return f"model.layers.{layer}.{known[whole]}"
+    if kind not in known or last is None:
         return name
     return f"{known[kind]}.{last}" if layer is None else f"model.layers.{layer}.{known[kind]}.{last}"
 

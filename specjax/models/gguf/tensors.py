@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from specjax.models.gguf.architectures import architecture_of
-from specjax.models.gguf.blocks import FLOATS, KEPT, floats_of, matrix_of
+from specjax.models.gguf.blocks import FLOATS, KEPT
 from specjax.models.gguf.config import config_of
-from specjax.models.gguf.header import Entry, Header, read_header
+from specjax.models.gguf.header import Header, read_header
 from specjax.models.gguf.names import name_of, rows_of
+from specjax.models.gguf.places import Place
 from specjax.models.quantization import StoredLinear
 from specjax.models.quantized import Quantized
 
@@ -24,8 +25,7 @@ class GGUFFile:
     """The tensors of a GGUF file by their names in transformers. The interface is the same as in safetensors."""
 
     header: Header
-    entries: dict[str, tuple[Entry, np.ndarray | None]]  # with the row of the file that each row is, if they differ
-    has_norm_offset: bool  # whether the file stores one more than the scale of a norm
+    entries: dict[str, Place]
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
@@ -34,12 +34,6 @@ class GGUFFile:
     def get_slice(self, name: str) -> "GGUFSlice":
         """Return a tensor, of which `[index]` reads a part as floats."""
         return GGUFSlice(self, name)
-
-    def rows(self, name: str, index: slice) -> np.ndarray:
-        """Return the bytes of some rows of a tensor, [rows, bytes of a row]."""
-        entry, order = self.entries[name]
-        content = self.header.bytes_of(entry)
-        return np.asarray(content[index] if order is None else content[order[index]])
 
 
 @dataclass(frozen=True)
@@ -50,28 +44,20 @@ class GGUFSlice:
     name: str
 
     @property
-    def _entry(self) -> Entry:
-        return self.file.entries[self.name][0]
+    def _place(self) -> Place:
+        return self.file.entries[self.name]
 
     def get_shape(self) -> list[int]:
         """Return the shape."""
-        return list(self._entry.shape)
+        return list(self._place.shape)
 
     def get_dtype(self) -> str:
         """Return the name of the dtype, as safetensors has it."""
-        kind = self._entry.kind.name
+        kind = self._place.entry.kind.name
         return kind if kind in FLOATS else "F32"
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        shape, kind = self._entry.shape, self._entry.kind.name
-        if len(shape) == 1:
-            content = np.ascontiguousarray(self.file.header.bytes_of(self._entry))
-            values, order = floats_of(content, kind)[0], self.file.entries[self.name][1]
-            values = values if order is None else values[order]
-            has_offset = self.file.has_norm_offset and self.name.endswith("norm.weight")
-            return (values - 1 if has_offset else values)[index]
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        return floats_of(self.file.rows(self.name, first), kind)[(slice(None), *rest)]
+        return self._place.floats(self.file.header, index if isinstance(index, tuple) else (index,))
 
 
 @dataclass(frozen=True)
@@ -84,23 +70,25 @@ class GGUFScheme:
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether the file has a matrix in codes that stay."""
         found = open_gguf(self.path).entries.get(f"{linear.name}.weight")
-        return found is not None and found[0].kind.name in KEPT
+        return found is not None and found.entry.kind.name in KEPT
 
     def shape(self, linear: StoredLinear) -> tuple[int, ...]:
         """Return the shape of such a matrix."""
-        return open_gguf(self.path).entries[f"{linear.name}.weight"][0].shape
+        return open_gguf(self.path).entries[f"{linear.name}.weight"].shape
 
     def read(self, linear: StoredLinear) -> Quantized:
         """Read such a matrix.
 
         Raises:
-            ValueError: the matrix has another shape, or a scale is infinite or NaN.
+            ValueError: the matrix has another shape, a scale is infinite or NaN, or inputs cannot be put in order.
         """
-        file, name = open_gguf(self.path), f"{linear.name}.weight"
-        entry = file.entries[name][0]
-        if entry.shape != linear.shape:
-            raise ValueError(f"tensor {entry.name} in {self.path} must have shape {linear.shape}, got {entry.shape}")
-        return matrix_of(file.rows(name, slice(None)), entry.kind.name, linear.dtype)
+        file = open_gguf(self.path)
+        place = file.entries[f"{linear.name}.weight"]
+        if place.shape != linear.shape:
+            raise ValueError(
+                f"tensor {place.entry.name} in {self.path} must have shape {linear.shape}, got {place.shape}"
+            )
+        return place.matrix(file.header, linear.dtype)
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -121,22 +109,28 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
     heads = {}
     if architecture.has_halves_between:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    entries = {
-        name_of(name, architecture.of_layer): (entry, rows_of(name, entry.shape[0], heads))
-        for name, entry in header.tensors.items()
-        if name not in OF_CONFIG
-    }
-    apart = [item for name, (entry, order) in entries.items() for item in _apart(name, entry, order)]
-    return GGUFFile(header, dict(apart), architecture.has_norm_offset)
+    places = {}
+    for name, entry in header.tensors.items():
+        if name in OF_CONFIG:
+            continue
+        has_offset = architecture.has_norm_offset and name.endswith("norm.weight")
+        place = Place(entry, rows=rows_of(name, entry.shape[0], heads), change=_less_one if has_offset else None)
+        for apart, of_part in _apart(name_of(name, architecture.of_layer), place):
+            places |= architecture.parts(apart, of_part, config)
+    return GGUFFile(header, places)
 
 
-def _apart(name: str, entry: Entry, order: np.ndarray | None) -> Iterator[tuple[str, tuple[Entry, np.ndarray | None]]]:
+def _less_one(scale: np.ndarray) -> np.ndarray:
+    return scale - 1
+
+
+def _apart(name: str, place: Place) -> Iterator[tuple[str, Place]]:
     """Return a tensor by its name in transformers; the tensor of all experts as a tensor for each."""
     if "*" not in name:
-        yield name, (entry, order)
+        yield name, place
         return
-    number, *shape = entry.shape
-    size = entry.num_bytes // number
+    number, *shape = place.entry.shape
+    size = place.entry.num_bytes // number
     for i in range(number):
-        one = replace(entry, shape=tuple(shape), start=entry.start + i * size)
-        yield name.replace("*", str(i)), (one, None)
+        one = replace(place.entry, shape=tuple(shape), start=place.entry.start + i * size)
+        yield name.replace("*", str(i)), Place(one)

@@ -16,7 +16,10 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Marks belong to their letters.
+QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 SPLITS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2}
+SPLITS |= {"qwen35": QWEN35}
 DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
 PLAIN = ("gpt-2", "default")
 
@@ -83,7 +86,7 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS else []
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
-    if SPLITS.get(pre) == QWEN2:
+    if SPLITS.get(pre) in (QWEN2, QWEN35):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
