@@ -488,6 +488,17 @@ class TestTools:
             (f"<tool_call>{INVOKE}</minimax:tool_call>", None, 0),
             (f"<seed:tool_call>{QWEN}</seed:tool_call>", "", 1),
             (f"A <tool_calls>\n[{call}, {call}]\n</tool_calls>", "A", 2),
+            (f"So. {KIMI}", "So.", 2),
+            (f"So.\n\n{deepseek(FENCED, FENCED)}", "So.", 2),
+            (f"So.{deepseek(BARE, BARE)}", "So.", 2),
+            ('A\n<function_calls>weather(city="Rome")\nweather(city = "Rome",)\n</function_calls>', "A", 2),
+            (KIMI.replace(":1", ":1x"), None, 0),
+            (KIMI.replace("weather", "other"), None, 0),
+            (deepseek(FENCED.replace("}", "")), None, 0),
+            ('<function_calls>weather(city="Rome") is</function_calls>', None, 0),
+            ('<function_calls>weather(city="Rome"</function_calls>', None, 0),
+            ("<function_calls>weather(city=Rome)</function_calls>", None, 0),
+            ("<function_calls>other(city='Rome')</function_calls>", None, 0),
             ("<tool_call><function=other></function></tool_call>", None, 0),
             ("<tool_call><function=weather>Rome</function></tool_call>", None, 0),
             ("<tool_call>weather Rome</tool_call>", None, 0),
@@ -552,8 +563,16 @@ class TestTools:
             "<tool_call><function=time>\n</function></tool_call>",
             "<tool_call>time</tool_call>",
             '<minimax:tool_call><invoke name="time"></invoke></minimax:tool_call>',
+            "<function_calls>time()</function_calls>",
+            deepseek(BARE.replace("weather", "time").replace(ROME, "{}")),
         ):
             assert find_calls(text, Tools([], ("time",))) == ("", [("time", "{}")])
+
+    def test_values_in_the_form_of_python(self):
+        call = 'weather(a=null, b=True, c=[false, {"d": 1.5}], e="f(x=1), \\"g\\"\\n", h=None, i="<x>")'
+        value = {"a": None, "b": True, "c": [False, {"d": 1.5}], "e": 'f(x=1), "g"\n', "h": None, "i": "<x>"}
+        _, (found,) = find_calls(f"<function_calls>\n{call}\n</function_calls>", Tools([], ("weather",)))
+        assert json.loads(found.arguments) == value
 
     @pytest.mark.parametrize("is_single", [True, False])
     def test_calls_beside_each_other(self, served, is_single):
@@ -576,6 +595,8 @@ class TestTools:
             ("a<b", 3),
             ("a <tool_call>{", 2),
             ("a <minimax:t", 2),
+            ("a <|tool_calls_sec", 2),
+            (f"a{deepseek(BARE)[:-1]}", 1),
             ("wea", 0),
             ("weather", 0),
             ('weather {"ci', 0),
@@ -590,7 +611,21 @@ class TestTools:
 
 
 QWEN = "<function=weather>\n<parameter=city>Rome</parameter>\n</function>"
+ROME = '{"city": "Rome"}'
+KIMI_CALLS = (
+    f"<|tool_call_begin|>{name}:{i} <|tool_call_argument_begin|> {ROME}<|tool_call_end|>"
+    for i, name in enumerate(("functions.weather", "weather"))
+)
+KIMI = f"<|tool_calls_section_begin|>{''.join(KIMI_CALLS)}<|tool_calls_section_end|>"
+FENCED = f"<|tool▁call▁begin|>function<|tool▁sep|>weather\n```json\n{ROME}\n```<|tool▁call▁end|>"
+BARE = f"<|tool▁call▁begin|>weather<|tool▁sep|>{ROME}<|tool▁call▁end|>"
 INVOKE = '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>'
+
+
+def deepseek(*calls):
+    """The text of calls between the tags of DeepSeek, whose bars are wide."""
+    lines = "\n".join(calls)
+    return f"<|tool▁calls▁begin|>{lines}<|tool▁calls▁end|>".replace("|", "\uff5c")
 
 
 class TestAnswers:

@@ -6,6 +6,8 @@
   Seed-OSS write it.
 * The name and pairs of `<arg_key>` and `<arg_value>`, as GLM-4.5 writes it.
 * `<invoke name="NAME">`, with a `<parameter name="KEY">` for each argument, as MiniMax-M2 writes it.
+* The name and an object of the arguments between tags of their own, as Kimi K2 and DeepSeek V3 and V3.1 write it.
+* `NAME(KEY=VALUE, ...)`, as OLMo 3 writes it.
 
 In the forms of tags the values are texts. Where the JSON schema of a tool gives an argument another type, the text
 is read as JSON.
@@ -46,6 +48,19 @@ NAMED = Elements(re.compile(r'<parameter name="([^"]+)">'), re.compile(r"</param
 PAIRS = Elements(
     re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>"), re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 )
+SECTION = Elements(  # with the number of the call after its name
+    re.compile(r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"),
+    re.compile(r"<\|tool_call_end\|>\s*(?=<\|tool_call_begin\|>|\Z)"),
+)
+BAR = "\uff5c"  # in the tags of DeepSeek
+FENCED = Elements(  # with a type before the name and a fence around the object, or without both
+    re.compile(
+        rf"<{BAR}tool▁call▁begin{BAR}>(?:function<{BAR}tool▁sep{BAR}>)?([\w.-]+)\s*(?:<{BAR}tool▁sep{BAR}>|```json)"
+    ),
+    re.compile(rf"(?:```\s*)?<{BAR}tool▁call▁end{BAR}>\s*(?=<{BAR}tool▁call▁begin{BAR}>|\Z)"),
+)
+BEGIN, END = re.compile(r"([\w.-]+)\("), re.compile(r"[\s,]*\)\s*")  # of a call in the form of Python
+KEY, CONSTANT = re.compile(r"[\s,]*(\w+)\s*=\s*"), re.compile("True|False|None")
 NAME = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)?(?={)")
 PYTHON = {"True": True, "False": False, "None": None}  # as some templates show values
 
@@ -75,10 +90,13 @@ def calls_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str,
     for functions, arguments in ((FUNCTIONS, PARAMETERS), (INVOKES, NAMED)):
         if found := functions.of(text):
             return _typed([(name, arguments.of(content.strip())) for name, content in found], schemas)
+    for form in (SECTION, FENCED):
+        if found := form.of(text):
+            return _known([(name, load(content)) for name, content in found], schemas)
     name, key, rest = text.partition("<arg_key>")
     if name.strip() in schemas:
         return _typed([(name.strip(), PAIRS.of(key + rest))], schemas)
-    return objects_of(text, schemas)
+    return objects_of(text, schemas) or _known(_pythonic(text), schemas)
 
 
 def objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -109,6 +127,34 @@ def named_objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, d
             return []
         calls.append((begin.group(1), arguments))
     return calls
+
+
+def _pythonic(text: str) -> list[tuple[str, Any]]:
+    """Return the names and arguments of a text that is calls in the form of Python, none if it holds anything else.
+
+    Values are JSON, or constants of Python.
+    """
+    calls, place = [], 0
+    while begin := BEGIN.match(text, place):
+        arguments, place = {}, begin.end()
+        while key := KEY.match(text, place):
+            constant = CONSTANT.match(text, key.end())
+            try:
+                value, place = (None, constant.end()) if constant else DECODER.raw_decode(text, key.end())
+            except (ValueError, RecursionError):
+                return []
+            arguments[key.group(1)] = PYTHON[constant.group()] if constant else value
+        end = END.match(text, place)
+        if not end:
+            return []
+        calls.append((begin.group(1), arguments))
+        place = end.end()
+    return calls if place == len(text) else []
+
+
+def _known(calls: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return calls, none if one has a name that no tool has, or arguments that are no object."""
+    return calls if all(name in schemas and isinstance(arguments, dict) for name, arguments in calls) else []
 
 
 def _typed(

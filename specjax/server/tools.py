@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
-from specjax.server.tool_texts import calls_of, load, named_objects_of, objects_of
+from specjax.server.tool_texts import BAR, calls_of, load, named_objects_of, objects_of
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
 
-_TAGS = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call"  # around a call, or around several
-_OPENINGS = tuple(f"<{tag}>" for tag in _TAGS)
-_OPENING = re.compile(f"<({'|'.join(_TAGS)})>")
+_NAMES = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call", "function_calls"
+_TAGS = {  # tags around a call, or around several, with those that close them
+    **{f"<{name}>": f"</{name}>" for name in _NAMES},
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
+    f"<{BAR}tool▁calls▁begin{BAR}>": f"<{BAR}tool▁calls▁end{BAR}>",
+}
+_OPENING = re.compile("|".join(map(re.escape, _TAGS)))
 _PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls that are a whole answer
 
 NAME = Text(
@@ -124,10 +128,10 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
-    calls are anywhere between `<tool_call>` and `</tool_call>`, or two other of `_TAGS`, in one of the forms of
-    `tool_texts`; or the whole text is an object, a list of objects, or names each before its arguments. Only names of
-    the request's tools count. Everything else stays text, and so does an answer that ended before its call did. Where
-    only one call may be, those after it are left out.
+    calls are anywhere between two of `_TAGS`, as `<tool_call>` and `</tool_call>`, in one of the forms of `tool_texts`;
+    or the whole text is an object, a list of objects, or names each before its arguments. Only names of the request's
+    tools count. Everything else stays text, and so does an answer that ended before its call did. Where only one call
+    may be, those after it are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
@@ -149,7 +153,7 @@ def _parted(text: str) -> tuple[str, list[str]]:
     """Return a text without what stands between tags of calls, and that."""
     rest, blocks, place = [], [], 0
     while begin := _OPENING.search(text, place):
-        close = f"</{begin.group(1)}>"
+        close = _TAGS[begin.group()]
         end = text.find(close, begin.end())
         if end < 0:
             break
@@ -174,8 +178,8 @@ def num_certain(text: str, tools: Tools) -> int:
         return 0
     if begin := _OPENING.search(text):
         return begin.start()
-    most = max(map(len, _OPENINGS)) - 1
-    held = (size for size in range(min(len(text), most), 0, -1) if any(o.startswith(text[-size:]) for o in _OPENINGS))
+    most = max(map(len, _TAGS)) - 1
+    held = (size for size in range(min(len(text), most), 0, -1) if any(tag.startswith(text[-size:]) for tag in _TAGS))
     return len(text) - next(held, 0)
 
 
