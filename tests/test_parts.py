@@ -1,6 +1,7 @@
 """Reasoning, text and calls of tools in answers of Qwen and gpt-oss, whole, streamed, and in each protocol."""
 
 import json
+import re
 
 import pytest
 from test_protocol import figures
@@ -111,6 +112,30 @@ def test_the_form_of_answers(harmony, tmp_path):
     assert chat(begun).parts(None).whole("a</think>b")[:2] == ("a", "b")
     for served in (begun, harmony):  # the grammar is of the text
         assert chat(served, response_format={"type": "json_object"}).parts is Plain
+
+
+SECTION = f"<|tool_call_begin|>weather:0<|tool_call_argument_begin|>{SUN}<|tool_call_end|>"
+SECTION = f"<|tool_calls_section_begin|>{SECTION}<|tool_calls_section_end|>"
+
+
+@pytest.mark.parametrize("made", [CALL, SECTION, f"[TOOL_CALLS]weather[ARGS]{SUN}"])
+def test_tags_that_are_special_tokens(tmp_path, made):
+    """They part the answer, and other special tokens are left out, as they are where none is a tag."""
+    token = r"(</?\w+>|<\|\w+\|>|\[\w+\])"
+    text = f"<think>so<|end|></think>I look. {made}<|end|>"
+    special, tools = dict.fromkeys(re.findall(token, text)), [{"type": "function", "function": FUNCTION}]
+    served = served_with(tmp_path / "special", special)
+    call = chat(served, tools=tools)
+    assert not (call.params.skip_special_tokens or call.params.spaces_between_special_tokens)
+    whole, parts = call.parts(call.tools).whole(text), call.parts(call.tools)
+    assert (whole.reasoning, whole.text, [tuple(one) for one in whole.calls]) == ("so", "I look.", MADE)
+    fed, last = [parts.feed(piece) for piece in re.split(token, text)], parts.finish()
+    assert "".join(part.reasoning for part in fed) + last.reasoning == "so"
+    assert "".join(part.text for part in fed) + last.text == "I look. "
+    assert [tuple(one) for one in last.calls] == MADE
+    assert chat(served).parts(None).whole(text)[:2] == ("so", "I look. " + re.sub(token, "", made))
+    plain = served_with(tmp_path / "plain", ["<|end|>"], special.keys() - {"<|end|>"})
+    assert chat(plain, tools=tools).params.skip_special_tokens
 
 
 def test_a_grammar_is_of_the_final_message(harmony):

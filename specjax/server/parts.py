@@ -1,5 +1,6 @@
 """Part the text of an answer, as it comes, into reasoning, text and calls of tools."""
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -135,3 +136,25 @@ class Thinking:
         self._held = rest if closing else held[len(reasoning) :]
         self._has_thought |= bool(reasoning)
         return reasoning
+
+
+class Without:
+    """Answers whose text has special tokens, because some of them part it; the others are left out.
+
+    Args:
+        make: makes what parts the text without the others.
+        others: matches one of them. Each comes whole, as it is one token.
+        tools: the tools of the request, None where it has none.
+    """
+
+    def __init__(self, make: MakeParts, others: re.Pattern, tools: Tools | None):
+        self._parts, self._others = make(tools), others
+
+    def feed(self, text: str) -> Part:
+        return self._parts.feed(self._others.sub("", text))
+
+    def finish(self) -> Whole:
+        return self._parts.finish()
+
+    def whole(self, text: str) -> Whole:
+        return self._parts.whole(self._others.sub("", text))

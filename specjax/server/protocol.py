@@ -13,7 +13,7 @@ from specjax.sampling import SamplingParams, guided
 from specjax.server import bodies
 from specjax.server.fields import BadRequest, Integer, Object, check_tree, missing, refusal, shown
 from specjax.server.forms import parts_of
-from specjax.server.harmony import FINAL, Harmony
+from specjax.server.harmony import FINAL
 from specjax.server.messages import encode_chat, encode_text, template_arguments, template_messages
 from specjax.server.parts import MakeParts, Plain
 from specjax.server.served import Served
@@ -193,12 +193,12 @@ def chat_call(
         BadRequest: the chat template refuses the messages, or a value is out of its range.
     """
     prompt = encode_messages(given, served, tools)
-    parts: MakeParts = Plain
+    parts, has_special = Plain, False
     if constraint is None:
-        parts = parts_of(served, prompt)
+        parts, has_special = parts_of(served, prompt, tools)
     elif served.is_harmony:  # the grammar is about the message for the user
         prompt = prompt + encode_text(served, FINAL, add_special_tokens=False)
-    if parts is Harmony:  # the special tokens of an answer part it
+    if has_special:  # they part the answer
         given = {**given, "skip_special_tokens": False, "spaces_between_special_tokens": False}
     prompt = _truncated(prompt, given, served, max_tokens or 1)
     check_length([prompt], served)

@@ -72,6 +72,11 @@ class Served:
         return guided.vocabulary(self.tokenizer)
 
     @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the tokens that decoding leaves out."""
+        return frozenset(token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
     def is_harmony(self) -> bool:
         """Whether its answers to chats are in the form of gpt-oss, by its tokens."""
         return bool(harmony_ends(self.tokenizer))

@@ -59,6 +59,15 @@ FENCED = Elements(  # with a type before the name and a fence around the object,
     ),
     re.compile(rf"(?:```\s*)?<{BAR}tool▁call▁end{BAR}>\s*(?=<{BAR}tool▁call▁begin{BAR}>|\Z)"),
 )
+INNER_TAGS = (
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    f"<{BAR}tool▁call▁begin{BAR}>",
+    f"<{BAR}tool▁sep{BAR}>",
+    f"<{BAR}tool▁call▁end{BAR}>",
+    "[ARGS]",
+)
 BEGIN, END = re.compile(r"([\w.-]+)\("), re.compile(r"[\s,]*\)\s*")  # of a call in the form of Python
 KEY, CONSTANT = re.compile(r"[\s,]*(\w+)\s*=\s*"), re.compile("True|False|None")
 NAME = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)?(?={)")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
-from specjax.server.tool_texts import BAR, calls_of, load, named_objects_of, objects_of
+from specjax.server.tool_texts import BAR, INNER_TAGS, calls_of, load, named_objects_of, objects_of
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_LENGTH = 2**14  # characters
@@ -20,7 +20,11 @@ _TAGS = {  # tags around a call, or around several, with those that close them
     f"<{BAR}tool▁calls▁begin{BAR}>": f"<{BAR}tool▁calls▁end{BAR}>",
 }
 _OPENING = re.compile("|".join(map(re.escape, _TAGS)))
-_PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls that are a whole answer
+_PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls up to the end of an answer
+_PREFIX = re.compile("|".join(map(re.escape, _PREFIXES)))
+_BEGINNINGS = (*_TAGS, *_PREFIXES)
+_BEGINNING = re.compile("|".join(map(re.escape, _BEGINNINGS)))
+TAGS = frozenset((*_TAGS, *_TAGS.values(), *_PREFIXES, *INNER_TAGS))
 
 NAME = Text(
     MAX_NAME_LENGTH,
@@ -129,9 +133,9 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
     calls are anywhere between two of `_TAGS`, as `<tool_call>` and `</tool_call>`, in one of the forms of `tool_texts`;
-    or the whole text is an object, a list of objects, or names each before its arguments. Only names of the request's
-    tools count. Everything else stays text, and so does an answer that ended before its call did. Where only one call
-    may be, those after it are left out.
+    or the whole text, or all that follows one of `_PREFIXES`, is an object, a list of objects, or names each before its
+    arguments. Only names of the request's tools count. Everything else stays text, and so does an answer that ended
+    before its call did. Where only one call may be, those after it are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
@@ -142,11 +146,10 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     found = [calls_of(block, schemas) for block in blocks]
     if found and all(found):
         return rest.strip(), _tool_calls([call for calls in found for call in calls][:most])
-    whole = text.strip()
-    for prefix in _PREFIXES:
-        whole = whole.removeprefix(prefix)
-    calls = objects_of(whole, schemas) or named_objects_of(whole, schemas)
-    return ("", _tool_calls(calls[:most])) if calls else (text, [])
+    begin = _PREFIX.search(text)
+    rest, whole = (text[: begin.start()], text[begin.end() :]) if begin else ("", text)
+    calls = objects_of(whole.strip(), schemas) or named_objects_of(whole.strip(), schemas)
+    return (rest.strip(), _tool_calls(calls[:most])) if calls else (text, [])
 
 
 def _parted(text: str) -> tuple[str, list[str]]:
@@ -176,10 +179,10 @@ def num_certain(text: str, tools: Tools) -> int:
         return 0
     if any(_may_call(start, name) for name in tools.names):
         return 0
-    if begin := _OPENING.search(text):
+    if begin := _BEGINNING.search(text):
         return begin.start()
-    most = max(map(len, _TAGS)) - 1
-    held = (size for size in range(min(len(text), most), 0, -1) if any(tag.startswith(text[-size:]) for tag in _TAGS))
+    most = max(map(len, _BEGINNINGS)) - 1
+    held = (i for i in range(min(len(text), most), 0, -1) if any(tag.startswith(text[-i:]) for tag in _BEGINNINGS))
     return len(text) - next(held, 0)
 
 
