@@ -502,6 +502,18 @@ def test_programs_of_the_expected_requests_come_first(target, proposer, caplog):
         assert first.token_ids == second.token_ids
 
 
+@pytest.mark.parametrize("chosen", [None, 1])
+def test_a_choice_that_is_none_of_the_numbers(target, chosen):
+    options = {"draft_lengths": (0, 2), "choose_draft_length": lambda running, rate: chosen}
+    with engine_of(target, make_proposer("ngram", None), warm_up=[SamplingParams()], **options) as engine:
+        with pytest.raises(RuntimeError, match="the engine has failed") as raised:
+            engine.submit([1], SamplingParams(max_tokens=3)).result(timeout=60)
+        assert (
+            str(raised.value.__cause__)
+            == f"choose_draft_length must return one of draft_lengths = [2, 0], got {chosen}"
+        )
+
+
 TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
 
 

@@ -122,8 +122,8 @@ class Engine:
             request then depend on the other requests, except under `verifiers.match`; the distribution that they are
             drawn from does not.
         choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths`, given
-            the number of samples in the step and an estimate of how often drafts were accepted lately. None chooses by
-            `step_times`.
+            the number of samples in the step and an estimate of how often drafts were accepted lately. The engine fails
+            where it raises an error or returns another number. None chooses by `step_times`.
         step_times: the seconds of a step for each K, or the file with them that `specjax tune` has written. Each step
             has the K with the most tokens per second. None measures them when an engine with several `draft_lengths`
             first starts, and keeps them in the folder of compiled programs.

@@ -451,6 +451,9 @@ class Scheduler:
             return None
         seats = [seat_of(job) for job in active]
         num_draft_tokens = self._draft_length.choose(len(active), max(seat.num_behind for seat in seats))
+        if num_draft_tokens not in self._device.draft_lengths:
+            expected = f"one of draft_lengths = {list(self._device.draft_lengths)}"
+            raise ValueError(f"choose_draft_length must return {expected}, got {num_draft_tokens!r}")
         for seat in seats:
             seat.num_behind = 0 if num_draft_tokens else seat.num_behind + 1
         self._chosen.append(num_draft_tokens)
