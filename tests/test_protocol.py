@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_tokenizer import make_tokenizer
@@ -16,11 +17,11 @@ from tokenizers import processors
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.models.directory import Checkpoint
 from specjax.sampling import guided
-from specjax.server import answers, protocol
+from specjax.server import answers, protocol, tools
 from specjax.server.fields import MAX_DEPTH, BadRequest
 from specjax.server.messages import MESSAGES, encode_chat, template_messages
 from specjax.server.served import Served, generation_defaults, name_of
-from specjax.server.tools import Tools, find_calls, num_certain
+from specjax.server.tools import CallFinder, Tools, find_calls, num_certain
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 VOCAB_SIZE, MAX_LENGTH = 300, 400
@@ -612,6 +613,24 @@ class TestTools:
         ]:
             assert num_certain(text, free) == number
         assert num_certain("abc", free._replace(is_required=True)) == 0
+
+    @pytest.mark.parametrize(
+        "text", ["a<b <too <tool_call>c", "a [TOOL [TOOL_CALLS]", " wet <seed:tool", "weather x <|tool_"]
+    )
+    def test_certain_text_is_not_searched_again(self, monkeypatch, text):
+        """The time of a long answer would grow with its square."""
+        finder, free, begun = CallFinder(Tools([], ("weather",))), Tools([], ("weather",)), []
+        search = tools._BEGINNING.search
+        record = SimpleNamespace(search=lambda text, known: begun.append(known) or search(text, known))
+        given = ""
+        for i, character in enumerate(text):
+            expected = max(len(given), num_certain(text[: i + 1], free))
+            with monkeypatch.context() as patch:
+                patch.setattr(tools, "_BEGINNING", record)
+                before = len(given)
+                given += finder.feed(character)
+            assert given == text[:expected] and begun[-1:] in ([], [before])
+        assert finder.finish() == (text[len(given) :], [])
 
 
 QWEN = "<function=weather>\n<parameter=city>Rome</parameter>\n</function>"

@@ -24,6 +24,7 @@ _PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls up to the en
 _PREFIX = re.compile("|".join(map(re.escape, _PREFIXES)))
 _BEGINNINGS = (*_TAGS, *_PREFIXES)
 _BEGINNING = re.compile("|".join(map(re.escape, _BEGINNINGS)))
+_LONGEST = max(map(len, _BEGINNINGS))
 TAGS = frozenset((*_TAGS, *_TAGS.values(), *_PREFIXES, *INNER_TAGS))
 
 NAME = Text(
@@ -170,20 +171,29 @@ def _tool_calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
     return [ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
 
 
-def num_certain(text: str, tools: Tools) -> int:
-    """Return how many characters at the beginning of an unfinished answer are text, and no part of a call."""
-    start = text.lstrip()
-    if tools.forced is not None or tools.is_required or not start:
+def num_certain(text: str, tools: Tools, known: int = 0) -> int:
+    """Return how many characters at the beginning of an unfinished answer are text, and no part of a call.
+
+    Args:
+        text: the answer so far.
+        tools: the tools of the request.
+        known: how many were so before more of the answer came.
+    """
+    if not known and _is_open(text.lstrip(), tools):
         return 0
-    if start[0] in "{[" or any(prefix.startswith(start[: len(prefix)]) for prefix in _PREFIXES):
-        return 0
-    if any(_may_call(start, name) for name in tools.names):
-        return 0
-    if begin := _BEGINNING.search(text):
+    if begin := _BEGINNING.search(text, known):
         return begin.start()
-    most = max(map(len, _BEGINNINGS)) - 1
-    held = (i for i in range(min(len(text), most), 0, -1) if any(tag.startswith(text[-i:]) for tag in _BEGINNINGS))
+    most = min(len(text) - known, _LONGEST - 1)
+    held = (size for size in range(most, 0, -1) if any(tag.startswith(text[-size:]) for tag in _BEGINNINGS))
     return len(text) - next(held, 0)
+
+
+def _is_open(start: str, tools: Tools) -> bool:
+    """Return whether an answer may be a call as a whole, given its beginning without white space."""
+    if tools.forced is not None or tools.is_required or not start or start[0] in "{[":
+        return True
+    is_prefix = any(prefix.startswith(start[: len(prefix)]) for prefix in _PREFIXES)
+    return is_prefix or any(_may_call(start, name) for name in tools.names)
 
 
 def _may_call(text: str, name: str) -> bool:
@@ -207,7 +217,9 @@ class CallFinder:
     def feed(self, text: str) -> str:
         """Take more of the answer, and return the part that is now certain to be text."""
         self._text += text
-        size = len(self._text) if self._tools is None else num_certain(self._text, self._tools)
+        known, size = self._num_given, len(self._text)
+        if self._tools is not None:
+            size = num_certain(self._text, self._tools, known)
         start, self._num_given = self._num_given, max(size, self._num_given)
         return self._text[start : self._num_given]
 
