@@ -55,6 +55,7 @@ ANSWERS = [
     (Harmony, " to=functions.weather<|channel|>commentary<|message|>" + SUN + "<|call|>", ("", "", MADE)),
     (Harmony, HARMONY_CALL.replace("weather", "others"), ("", SUN, [])),
     (Harmony, HARMONY_CALL.removesuffix("}<|call|>"), ("", SUN[:-1], [])),
+    (Harmony, HARMONY_CALL.replace('"Rome"', "NaN"), ("", '{"city": NaN}', [])),
     (Harmony, "<|channel|>analysis<|message|>hm <|e", ("hm <|e", "", [])),
     (Harmony, "<|channel|>ana", ("", "", [])),
     (Harmony, "plain < text", ("", "plain < text", [])),

@@ -4,6 +4,7 @@ import json
 import re
 
 from specjax.server.parts import Part, Whole, after
+from specjax.server.tool_texts import load
 from specjax.server.tools import ToolCall, Tools
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -89,10 +90,7 @@ class Harmony:
         """End the message that is open; a call whose arguments are no object is text."""
         name, body, self._body = self._kind, self._body, ""
         if name not in found:
-            try:
-                arguments = json.loads(body)
-            except (ValueError, RecursionError):
-                arguments = None
+            arguments = load(body)
             if isinstance(arguments, dict):
                 self._calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
             else:
