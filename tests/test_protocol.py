@@ -561,6 +561,22 @@ class TestTools:
             content, (call,) = find_calls(answer, tools)
             assert (content, json.loads(call.arguments)) == ("", {"x": value, "code": code})
 
+    @pytest.mark.parametrize("quoted", ["<tool_call><function=time></function></tool_call>", "[TOOL_CALLS]time{}", "a"])
+    def test_calls_that_arguments_quote(self, quoted):
+        """They are no calls, in any form."""
+        arguments = {"city": quoted}
+        call = json.dumps({"name": "weather", "arguments": arguments})
+        texts = [
+            call,
+            f"[{call}]",
+            f"weather{json.dumps(arguments)}",
+            f"So. [TOOL_CALLS]weather{json.dumps(arguments)}",
+        ]
+        for text in [*texts, f"<tool_call>{call.replace('</tool_call>', '')}</tool_call>"]:
+            for is_required in (False, True):
+                _, calls = find_calls(text, Tools([], ("weather", "time"), is_required=is_required))
+                assert [each.name for each in calls] == ["weather"]
+
     def test_calls_without_arguments(self):
         for text in (
             "<tool_call><function=time>\n</function></tool_call>",

@@ -133,9 +133,9 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
-    calls are anywhere between two of `_TAGS`, as `<tool_call>` and `</tool_call>`, in one of the forms of `tool_texts`;
-    or the whole text, or all that follows one of `_PREFIXES`, is an object, a list of objects, or names each before its
-    arguments. Only names of the request's tools count. Everything else stays text, and so does an answer that ended
+    the whole text, or all that follows one of `_PREFIXES`, is an object, a list of objects, or names each before its
+    arguments; or calls are anywhere between two of `_TAGS`, as `<tool_call>` and `</tool_call>`, in one of the forms of
+    `tool_texts`. Only names of the request's tools count. Everything else stays text, and so does an answer that ended
     before its call did. Where only one call may be, those after it are left out.
     """
     if tools.forced is not None:
@@ -143,14 +143,15 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     most = 1 if tools.is_single else None
     functions = {tool["function"]["name"]: tool["function"] for tool in tools.described}
     schemas = {name: functions.get(name, {}).get("parameters") for name in tools.names}
+    begin = _PREFIX.search(text)
+    for rest, whole in (("", text), *([(text[: begin.start()], text[begin.end() :])] if begin else ())):
+        if calls := objects_of(whole.strip(), schemas) or named_objects_of(whole.strip(), schemas):
+            return rest.strip(), _tool_calls(calls[:most])
     rest, blocks = _parted(text)
     found = [calls_of(block, schemas) for block in blocks]
     if found and all(found):
         return rest.strip(), _tool_calls([call for calls in found for call in calls][:most])
-    begin = _PREFIX.search(text)
-    rest, whole = (text[: begin.start()], text[begin.end() :]) if begin else ("", text)
-    calls = objects_of(whole.strip(), schemas) or named_objects_of(whole.strip(), schemas)
-    return (rest.strip(), _tool_calls(calls[:most])) if calls else (text, [])
+    return text, []
 
 
 def _parted(text: str) -> tuple[str, list[str]]:
