@@ -572,10 +572,24 @@ class TestTools:
             f"weather{json.dumps(arguments)}",
             f"So. [TOOL_CALLS]weather{json.dumps(arguments)}",
         ]
-        for text in [*texts, f"<tool_call>{call.replace('</tool_call>', '')}</tool_call>"]:
+        for text in [*texts, f"<tool_call>{call}</tool_call>"]:
             for is_required in (False, True):
                 _, calls = find_calls(text, Tools([], ("weather", "time"), is_required=is_required))
                 assert [each.name for each in calls] == ["weather"]
+
+    @pytest.mark.parametrize("form", ["object", "tags", "python"])
+    def test_calls_that_quote_their_own_end(self, form):
+        close = "</function_calls>" if form == "python" else "</tool_call>"
+        call = {
+            "object": json.dumps({"name": "weather", "arguments": {"city": close}}),
+            "tags": f"<function=weather><parameter=city>{close}</parameter></function>",
+            "python": f"weather(city={json.dumps(close)})",
+        }[form]
+        call = f"{close.replace('/', '')}\n{call}\n{close}"
+        for text, rest in ((call, ""), (f"{call}\n{call}", ""), (f"So. {call}", "So."), (f"{call} So.", "So.")):
+            found, calls = find_calls(text, Tools([], ("weather",)))
+            assert found == rest and len(calls) == text.count(close) / 2
+            assert all(json.loads(each.arguments) == {"city": close} for each in calls)
 
     def test_calls_without_arguments(self):
         for text in (

@@ -20,6 +20,7 @@ _TAGS = {  # tags around a call, or around several, with those that close them
     f"<{BAR}tool▁calls▁begin{BAR}>": f"<{BAR}tool▁calls▁end{BAR}>",
 }
 _OPENING = re.compile("|".join(map(re.escape, _TAGS)))
+_END = {tag: re.compile(rf"{re.escape(close)}(?=\s*(?:{_OPENING.pattern}|\Z))") for tag, close in _TAGS.items()}
 _PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls up to the end of an answer
 _PREFIX = re.compile("|".join(map(re.escape, _PREFIXES)))
 _BEGINNINGS = (*_TAGS, *_PREFIXES)
@@ -147,25 +148,30 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     for rest, whole in (("", text), *([(text[: begin.start()], text[begin.end() :])] if begin else ())):
         if calls := objects_of(whole.strip(), schemas) or named_objects_of(whole.strip(), schemas):
             return rest.strip(), _tool_calls(calls[:most])
-    rest, blocks = _parted(text)
-    found = [calls_of(block, schemas) for block in blocks]
-    if found and all(found):
-        return rest.strip(), _tool_calls([call for calls in found for call in calls][:most])
-    return text, []
+    rest, calls = _parted(text, schemas)
+    return rest.strip() if calls else text, _tool_calls(calls[:most])
 
 
-def _parted(text: str) -> tuple[str, list[str]]:
-    """Return a text without what stands between tags of calls, and that."""
-    rest, blocks, place = [], [], 0
+def _parted(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Return a text without its calls between tags, and the calls; none where something else stands between two."""
+    rest, calls, place = [], [], 0
     while begin := _OPENING.search(text, place):
-        close = _TAGS[begin.group()]
-        end = text.find(close, begin.end())
+        close, start = _TAGS[begin.group()], begin.end()
+        # A call may quote the tag that closes it. The end is then where another opens or the text ends, or the last.
+        end = text.find(close, start)
         if end < 0:
             break
+        found = calls_of(text[start:end].strip(), schemas)
+        if not found:
+            later = _END[begin.group()].search(text, start)
+            end = text.rfind(close) if later is None else later.start()
+            found = calls_of(text[start:end].strip(), schemas)
+        if not found:
+            return text, []
         rest.append(text[place : begin.start()])
-        blocks.append(text[begin.end() : end].strip())
+        calls += found
         place = end + len(close)
-    return "".join([*rest, text[place:]]), blocks
+    return "".join([*rest, text[place:]]), calls
 
 
 def _tool_calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
