@@ -338,7 +338,7 @@ class TestChat:
             "id": "call_1",
             "type": "function",
             "index": 0,
-            "function": {"name": "weather", "arguments": '{"a": 1}'},
+            "function": {"name": "weather", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}},
         }
         fields = {
             "refusal": "",

@@ -52,14 +52,14 @@ CONTENT = Either(
         ),
     )
 )
-TOOL_CALL = Object(
+TOOL_CALL = Object(  # open, because clients leave the index of a stream in it, or the arguments as objects of theirs
     {
         "id": NAME,
         "type": Choice(["function"]),
-        "index": IGNORED,  # clients that add up a stream leave it
-        "function": Object({"name": NAME, "arguments": Text(MAX_TEXT_LENGTH, about="JSON.")}, ["name"]),
+        "function": Object({"name": NAME, "arguments": Text(MAX_TEXT_LENGTH, about="JSON.")}, ["name"], is_open=True),
     },
     ["function"],
+    is_open=True,
 )
 MESSAGE = Object({"content": CONTENT, "name": NAME, "cache_control": IGNORED}, ["content"])
 MESSAGES = ListOf(
