@@ -139,6 +139,37 @@ def test_tags_that_are_special_tokens(tmp_path, made):
     assert chat(plain, tools=tools).params.skip_special_tokens
 
 
+@pytest.mark.parametrize("is_numbered", [True, False])
+def test_ids_of_calls(tmp_path, is_numbered):
+    """The template of Kimi K2 writes the id of a call in place of the name of its tool."""
+    served = served_with(tmp_path / "x", ["<|tool_call_argument_begin|>"] if is_numbered else ["<|tool_call_begin|>"])
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    other = {**call, "id": "2", "function": {"name": "time"}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call, other]},
+        *({"role": "tool", "tool_call_id": name, "content": "b"} for name in ("2", "1", "3")),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "b"},
+    ]
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "encode_chat", lambda served, messages, *_, **__: texts.append(ids_of(messages)) or [0])
+        chat(served, *messages)
+    numbered = ["functions.weather:0", "functions.time:1", "functions.time:1", "functions.weather:0", "3"]
+    numbered += ["functions.weather:2", "functions.weather:2"]
+    assert texts == [numbered if is_numbered else ["1", "2", "2", "1", "3", "1", "1"]]
+
+
+def ids_of(messages):
+    """The ids of calls and results, in their order."""
+    found = []
+    for message in messages:
+        found += [call["id"] for call in message.get("tool_calls", ())]
+        found += [message["tool_call_id"]] if "tool_call_id" in message else []
+    return found
+
+
 def test_a_grammar_is_of_the_final_message(harmony):
     call = chat(harmony, response_format={"type": "json_object"})
     end = harmony.tokenizer.decode(call.prompts[0][-3:], skip_special_tokens=False)

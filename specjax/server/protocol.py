@@ -256,6 +256,8 @@ def encode_messages(given: Mapping[str, Any], served: Served, tools: Tools | Non
     messages = template_messages(given["messages"])
     if served.is_harmony:
         messages = [_with_thinking(message) for message in messages]
+    if served.numbers_calls:
+        messages = _with_numbers(messages)
     return encode_chat(
         served,
         messages,
@@ -271,6 +273,22 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     if reasoning is None or (message["content"] and "tool_calls" in message):
         return message
     return {**message, "thinking": reasoning}
+
+
+def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have the ids of Kimi K2, whose template writes the name of a tool nowhere else."""
+    found, ids, number = [], {}, 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            ids[call["id"]] = f"functions.{call['function']['name']}:{number}"
+            calls.append({**call, "id": ids[call["id"]]})
+            number += 1
+        more = {"tool_calls": calls} if calls else {}
+        if "tool_call_id" in message:
+            more["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
+        found.append({**message, **more})
+    return found
 
 
 def bad_parameter(error: ValueError, constraint: Constraint | None = None) -> BadRequest:

@@ -81,6 +81,11 @@ class Served:
         """Whether its answers to chats are in the form of gpt-oss, by its tokens."""
         return bool(harmony_ends(self.tokenizer))
 
+    @cached_property
+    def numbers_calls(self) -> bool:
+        """Whether its template knows calls of tools by `functions.NAME:NUMBER` alone, as Kimi K2's does."""
+        return self.tokenizer.token_to_id("<|tool_call_argument_begin|>") is not None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> "Encoding":
         """Return the encoding of a text. Other threads run meanwhile, as they do not while `Tokenizer.encode` does."""
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
