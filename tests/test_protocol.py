@@ -355,6 +355,8 @@ class TestChat:
         assert prompt(plain | fields) == prompt(plain)
         (read,) = template_messages(MESSAGES.read([plain | {"reasoning": "because"}], "messages"))
         assert read["reasoning_content"] == "because"
+        cut = {"role": "assistant", "content": None, "reasoning": "because"}  # as others give answers without an end
+        assert [each["content"] for each in template_messages(MESSAGES.read([cut], "messages"))] == [""]
         assert read["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"a": 1}}
 
     def test_effort_is_a_value_for_the_template(self, served, tmp_path):

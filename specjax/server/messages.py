@@ -98,7 +98,8 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     """Return messages that `MESSAGES` has read, as templates take them.
 
     Raises:
-        BadRequest: a message without calls of tools has no content, or the arguments of a call are no JSON.
+        BadRequest: a message without calls of tools and reasoning has no content, or the arguments of a call are no
+            JSON.
     """
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -108,12 +109,12 @@ def _message(given: dict[str, Any], path: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role}
     if name := given.get("name"):
         message["name"] = name
-    if calls := given.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    elif "content" not in given:
-        raise missing(f"{path}.content", "a string or a list of parts of text")
     if reasoning := given.get("reasoning_content") or given.get("reasoning"):
         message["reasoning_content"] = reasoning
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    elif "content" not in given and not reasoning:
+        raise missing(f"{path}.content", "a string or a list of parts of text")
     if "tool_call_id" in given:
         message["tool_call_id"] = given["tool_call_id"]
     message["content"] = _text(given.get("content", ""))
