@@ -55,6 +55,23 @@ def test_figures():
     assert math.isnan(load.figures(load.Load([], 1.0))["per_token_s"]["mean"])
 
 
+def test_goodput():
+    """A bound is met by the number itself; a request without an answer meets none."""
+    traces = [load.Trace(1.0, [1.5, 2.0, 2.5], {"num_tokens": 3}), load.Trace(2.0, [2.25], {"num_tokens": 1})]
+    loaded = load.Load([*traces, load.Trace(3.0, [], {"num_tokens": 0})], 2.0)
+    cases = {(): 1.0, (0.5,): 1.0, (0.4,): 0.5, (0.5, 0.4): 0.5, (0.5, 0.5): 1.0, (0.5, 0.5, 1.4): 0.5, (0.2,): 0.0}
+    for bounds, expected in cases.items():
+        assert load.figures(loaded, load.Bounds(*bounds))["goodput"] == expected, bounds
+    row = load.load_row({"load": "x"} | load.figures(loaded, load.Bounds()))
+    assert row.endswith("| - | - | 1.00 |") and "goodput" not in load.figures(loaded)
+
+
+@pytest.mark.parametrize("bound", ["ttft", "ttft:0", "ttft:inf", "p99:3", "tpot:x"])
+def test_bounds_of_goodput_that_are_refused(bound, capsys):
+    assert main(["bench", "--goodput", bound]) == 2
+    assert "--goodput must be NAME:MS with a name of ttft, tpot, e2el and MS > 0, got" in capsys.readouterr().err
+
+
 def test_a_closed_loop_keeps_its_number_under_way():
     running = most = 0
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from specjax.server.loads import Load, Send, Work
+    from specjax.server.loads import Bounds, Load, Send, Work
 
 UTILISATION = 0.7  # of the capacity of the largest loop, for Poisson arrivals
 SOURCE = 200_000  # random token ids that prompts are pieces of
+BOUNDS = {"ttft": "first_token", "tpot": "per_token", "e2el": "whole"}  # names of other tools for fields of `Bounds`
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ def add_bench(commands: Any) -> None:
         help="measure a server under load",
         description="Measure a server of OpenAI's protocol, a running one at --url, or one that is started with the "
         "arguments after --, as specjax serve takes them. The load is requests of mixed lengths as streams of "
-        "/v1/completions, in closed loops and with Poisson arrivals at 70 %% of the capacity of the largest loop. "
+        "/v1/completions, in closed loops and with Poisson arrivals at 70 %% of the capacity of the largest loop, or "
+        "at --rates. "
         "Prompts are random token ids, so that every server gets the same work.",
     )
     bench.set_defaults(run=_bench, command="bench", extra="serve")
@@ -55,6 +57,15 @@ def add_bench(commands: Any) -> None:
         metavar="X",
         help="share of each prompt that all have in common; default: 0",
     )
+    add("--rates", type=float, nargs="+", default=[], metavar="X", help="Poisson arrivals a second")
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="also count requests a second within these bounds: ttft:MS to the first token, tpot:MS a token after it, "
+        "e2el:MS for the answer",
+    )
     add("--vocab-size", type=int, default=4000, metavar="N", help="token ids of prompts are smaller; default: 4000")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to a file")
 
@@ -62,17 +73,20 @@ def add_bench(commands: Any) -> None:
 def _bench(args: argparse.Namespace) -> int:
     """Run `specjax bench` and return its exit code."""
     from specjax.server.client import Client
-    from specjax.server.loads import header, make_works
+    from specjax.server.loads import COLUMNS, header, make_works
 
     _check(args)
+    bounds = _bounds(args.goodput)
+    columns = COLUMNS if bounds is None else (*COLUMNS, "within bounds, requests/s")
     source = np.random.default_rng(0).integers(1, args.vocab_size, SOURCE)
     works = make_works(args.requests, tuple(args.prompts), tuple(args.outputs), source, shared=args.shared)
     with _server(args) as url:
         client = Client(url, args.api_key)
         try:
             name = args.name or asyncio.run(client.model())
-            print(f"{url}, model {name}, prompts of {args.prompts} tokens, answers of {args.outputs}.\n\n{header()}")
-            rows = _rows(client.sender(name), works, args.concurrency)
+            print(f"{url}, model {name}, prompts of {args.prompts} tokens, answers of {args.outputs}.")
+            print(f"\n{header(columns)}")
+            rows = _rows(client.sender(name), works, args.concurrency, args.rates, bounds)
         except RuntimeError as error:
             raise ValueError(f"the server at {url} refuses a request: {error}") from error
     if args.json is not None:
@@ -95,26 +109,54 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be FROM TO with FROM <= TO, got {least} {most}")
     if args.vocab_size < 2:
         raise ValueError(f"--vocab-size must be at least 2, got {args.vocab_size}")
+    if not all(0 < rate < math.inf for rate in args.rates):
+        raise ValueError(f"--rates must be positive and finite, got {args.rates}")
     if not 0 <= args.shared <= 1:
         raise ValueError(f"--shared must be in [0, 1], got {args.shared}")
 
 
-def _rows(send: "Send", works: "Sequence[Work]", concurrency: Sequence[int]) -> list[dict[str, Any]]:
+def _bounds(given: Sequence[str]) -> "Bounds | None":
+    """Return the bounds of goodput, None for none."""
+    from specjax.server.loads import Bounds
+
+    found = {}
+    for bound in given:
+        name, _, number = bound.partition(":")
+        try:
+            seconds = float(number) / 1000
+        except ValueError:
+            seconds = math.nan
+        if name not in BOUNDS or not 0 < seconds < math.inf:
+            raise ValueError(f"--goodput must be NAME:MS with a name of {', '.join(BOUNDS)} and MS > 0, got {bound!r}")
+        found[BOUNDS[name]] = seconds
+    return Bounds(**found) if found else None
+
+
+def _rows(
+    send: "Send",
+    works: "Sequence[Work]",
+    concurrency: Sequence[int],
+    rates: Sequence[float],
+    bounds: "Bounds | None",
+) -> list[dict[str, Any]]:
     """Run the loads, print the row of each when it has ended, and return the rows."""
     from specjax.server.loads import closed_loop, figures, load_row
 
     asyncio.run(closed_loop(send, works[:1], 1))  # the server has compiled its programs
-    rows, rate = [], math.nan
-    for number in (*concurrency, None):
-        if number is None:
-            about, some = f"Poisson, {UTILISATION * rate:.2f} a second", works
-        else:
-            about = f"closed loop, {number}"
-            some = works[: max(2 * number, len(works) * number // max(concurrency))]
-        row = {"load": about, "concurrency": number} | figures(_measure(send, some, number, UTILISATION * rate))
-        rate = row["requests_per_s"]
+    rows = []
+
+    def run(about: str, some: "Sequence[Work]", number: int | None, rate: float = math.nan) -> float:
+        row = {"load": about, "concurrency": number} | figures(_measure(send, some, number, rate), bounds)
         rows.append(row)
         print(load_row(row), flush=True)
+        return row["requests_per_s"]
+
+    capacity = math.nan
+    for number in concurrency:
+        some = works[: max(2 * number, len(works) * number // max(concurrency))]
+        capacity = run(f"closed loop, {number}", some, number)
+    for rate in rates or (UTILISATION * capacity,):
+        run(f"Poisson, {rate:.2f} a second", works, None, rate)
     return rows
 
 

@@ -5,6 +5,7 @@ counts: `num_tokens`, `num_drafted` and `num_accepted`. Times are in seconds.
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -48,6 +49,22 @@ class Trace(NamedTuple):
     start: float
     times: list[float]  # when tokens came
     counts: dict[str, int]  # num_tokens; num_drafted and num_accepted where they are known
+
+
+class Bounds(NamedTuple):
+    """The most seconds that a client waits: for the first token, for a token after it on average, and for the end."""
+
+    first_token: float = math.inf
+    per_token: float = math.inf
+    whole: float = math.inf
+
+    def hold(self, trace: Trace) -> bool:
+        """Return whether a request was answered within them."""
+        if not trace.times:
+            return False
+        number = trace.counts["num_tokens"] - 1
+        waits = trace.times[0] - trace.start, trace.times[-1] - trace.times[0], trace.times[-1] - trace.start
+        return waits[0] <= self.first_token and waits[1] <= self.per_token * max(number, 1) and waits[2] <= self.whole
 
 
 class Load(NamedTuple):
@@ -142,8 +159,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "p50": p50, "p99": p99}
 
 
-def figures(load: Load) -> dict[str, Any]:
-    """Return the throughput of a load, and the spread of what its clients waited for."""
+def figures(load: Load, bounds: Bounds | None = None) -> dict[str, Any]:
+    """Return the throughput of a load, the spread of what its clients waited for, and with bounds the goodput.
+
+    The goodput is the number of requests a second that are answered within the bounds.
+    """
     answered = [trace for trace in load.traces if trace.times]
     counts = {name: sum(trace.counts.get(name, 0) for trace in answered) for name in COUNTS}
     several = [(trace.times[-1] - trace.times[0], trace.counts["num_tokens"] - 1) for trace in answered]
@@ -157,7 +177,7 @@ def figures(load: Load) -> dict[str, Any]:
         "per_token_s": spread([seconds / number for seconds, number in several if number > 0]),
         "whole_s": spread([trace.times[-1] - trace.start for trace in answered]),
         "acceptance": counts["num_accepted"] / counts["num_drafted"] if counts["num_drafted"] else None,
-    }
+    } | ({} if bounds is None else {"goodput": sum(map(bounds.hold, load.traces)) / load.seconds})
 
 
 def header(columns: Sequence[str] = COLUMNS) -> str:
@@ -178,4 +198,5 @@ def load_row(row: dict[str, Any]) -> str:
     cells.append(f"{1e3 * row['per_token_s']['mean']:.2f}")
     acceptance = row["acceptance"]
     cells.append("-" if acceptance is None else f"{acceptance:.3f}")
-    return table_row([*cells, row.get("compilations", "-"), row.get("pages_used", "-")])
+    cells += [row.get("compilations", "-"), row.get("pages_used", "-")]
+    return table_row([*cells, f"{row['goodput']:.2f}"] if "goodput" in row else cells)
