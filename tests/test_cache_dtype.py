@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from families import CONFIGS, make_tensor, shapes
+from families import ALL, make_tensor, shapes
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from test_llm import PROMPTS as PROMPTS_OF_TEXT
 from test_llm import write_pair
 
@@ -132,7 +132,7 @@ FP8_CACHE = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "
 def write(folder, scales, names=KEYS["compressed-tensors"], quantization=FP8_CACHE, case="qwen3"):
     """A checkpoint with floats and scales of the cache of each layer."""
     folder.mkdir(exist_ok=True)
-    config = CONFIGS[case] | {"quantization_config": quantization}
+    config = ALL[case] | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: make_tensor(name, shape) for name, shape in shapes(case).items()}
     for i, pair in enumerate(scales):
@@ -160,6 +160,27 @@ def test_scales_are_read_from_checkpoints(tmp_path, names):
     write(tmp_path, [(per_head, per_head)] * 2, names)
     params = models.load(directory, cache_dtype="fp8").params
     np.testing.assert_array_equal(params["layers"][1]["value_scale"], [0.5, 2])
+
+
+def test_scales_of_layers_with_other_numbers_of_heads(tmp_path):
+    """Gemma 4 has two kv heads in its first layer, which slides, and one in its second."""
+    write(tmp_path, [(np.float32(0.5), np.float32(0.25))] * 2, case="gemma4")
+    model = models.load(tmp_path, cache_dtype="fp8")
+    assert [layer["key_scale"].tolist() for layer in model.params["layers"].values()] == [[0.5, 0.5], [0.5]]
+    inputs = ModelInput(jnp.asarray(PROMPTS[:1]), jnp.arange(20)[None])
+    output, _ = jax.jit(model.apply)(model.params, inputs, model.init_cache(1, 20))
+    assert np.isfinite(output.logits).all()
+
+
+def test_scales_of_the_layers_of_a_drafter_are_not_the_models(tmp_path):
+    """These layers follow the others, or have names of their own."""
+    write(tmp_path, [(np.float32(0.5), np.float32(0.25))] * 2 + [(np.float32(9), np.float32(9))], case="glm4_moe")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    others = {f"mtp.layers.0.self_attn.{kind}_scale": np.full(1, 9.0, np.float32) for kind in "kv"}
+    save_file(load_file(tmp_path / "model.safetensors") | others, tmp_path / "model.safetensors")
+    layers = models.load(tmp_path, cache_dtype="fp8").params["layers"]
+    assert [layer["key_scale"].tolist() for layer in layers.values()] == [[0.5, 0.5]] * 2
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from specjax.validation import suggestion
 
 CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
 _SCALE = re.compile(  # of the keys or values of a layer, as compressed-tensors, ModelOpt and older files name it
-    r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\.(?:(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
+    r"(?:backbone\.|model\.|language_model\.model\.|model\.language_model\.)?layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
+    r"(?:(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
 )
 _PARAMS = {"k": "key_scale", "v": "value_scale"}
 
@@ -86,14 +87,18 @@ def with_cache_scales(model: Model, checkpoint: Checkpoint, sharding: jax.shardi
     """
     apply, layers = model.apply, dict(model.params["layers"])
     assert isinstance(apply, Apply), "scales are read before devices share the model"
+    sizes = getattr(model.init_cache, "sizes", None)  # of layers that are not alike
+    num_kv_heads = [apply.config.num_kv_heads] * len(layers) if sizes is None else [number for number, _ in sizes]
+    num_ahead = checkpoint.config.size("num_nextn_predict_layers", 0, least=0)  # layers of the drafter, which follow
     found: dict[int, dict[str, np.ndarray]] = {}
     for name, layer, kind in _names(checkpoint):
-        found.setdefault(layer, {})[_PARAMS[kind]] = _read_scale(checkpoint, name, apply.config.num_kv_heads)
+        if layer >= len(layers) + num_ahead:
+            raise ValueError(f"{checkpoint.directory} has scales of layer {layer}, of {len(layers)} layers")
+        if layer < len(layers):
+            found.setdefault(layer, {})[_PARAMS[kind]] = _read_scale(checkpoint, name, num_kv_heads[layer])
     if found:
         _check_scheme(checkpoint)
     for layer, scales in found.items():
-        if layer not in layers:
-            raise ValueError(f"{checkpoint.directory} has scales of layer {layer}, of {len(layers)} layers")
         if len(scales) < len(_PARAMS):
             raise ValueError(
                 f"{checkpoint.directory} must have scales of both keys and values of layer {layer}, got {list(scales)}"
