@@ -13,7 +13,7 @@ from specjax.decoding import log_probs, state_rows, tree_steps
 from specjax.decoding.binding import as_pytrees, of_draft
 from specjax.decoding.checks import check_num_draft_tokens, check_request, step_limit
 from specjax.decoding.commits import keep
-from specjax.decoding.drafters import check_memory, in_memory, propose
+from specjax.decoding.drafters import check_pair, in_memory, propose
 from specjax.decoding.feeding import feed_prompts
 from specjax.decoding.log_probs import LogProbs
 from specjax.decoding.mixed_steps import beside
@@ -119,7 +119,7 @@ def prefill(
     prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
     rows = None if rows is None else jnp.asarray(rows)
     proposer = in_memory(proposer or proposers.none())
-    check_memory(model, proposer)
+    check_pair(model, proposer)
     batch_size = check_request(
         model,
         prompts,

@@ -124,6 +124,27 @@ def as_released(directory, tokens_in_block=128):
     save_file(arrays, directory / "model.safetensors")
 
 
+def write_words(directory):
+    """A tokenizer in a directory, in which each token is a word."""
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(hybrids.SMALL["vocab_size"])}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(directory / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("draft", ["ngram", "mtp"])
+def test_too_many_drafts_are_refused_before_the_first_call(tmp_path, draft):
+    directory = hybrids.write(tmp_path / "x", "qwen3_5_text", hybrids.SMALL, has_mtp=True)
+    write_words(directory)
+    message = "num_draft_tokens must be at most 15 for this target, which takes at most 16 tokens .* in a step, got"
+    with pytest.raises(ValueError, match=f"{message} 16"):
+        LLM(directory, draft, num_draft_tokens=16)
+    llm = LLM(directory, draft, num_draft_tokens=15)
+    with pytest.raises(ValueError, match=f"{message} 17"):
+        LLM.of(llm.model, llm.tokenizer, proposers.ngram(17))
+    rows = sampling.batch([SamplingParams()])
+    with pytest.raises(ValueError, match=f"{message} 20"):
+        decode.prefill(llm.model, proposers.ngram(20), np.ones((1, 4), int), [4], rows, jax.random.key(0), max_length=8)
+
+
 @pytest.mark.slow
 def test_text_of_a_release(tmp_path):
     """The files of a Qwen3.5 or 3.6 in FP8 give a target and its own drafter."""
@@ -132,8 +153,7 @@ def test_text_of_a_release(tmp_path):
     config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "quantization_config": quantization}
     directory = hybrids.write(tmp_path / "x", "qwen3_5_text", config, prefix="model.language_model.", has_mtp=True)
     as_released(directory)
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(text["vocab_size"])}, unk_token="w0")
-    tokenizers.Tokenizer(words).save(str(directory / "tokenizer.json"))
+    write_words(directory)
     llm = LLM(directory, "mtp", num_draft_tokens=2, dtype="float32", max_length=32)
     (result,) = llm.generate([[3, 4, 5, 6, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     made = result.completions[0].token_ids

@@ -170,8 +170,13 @@ def writes_memory(proposer: Any) -> bool:
     return getattr(proposer, "writes_memory", False)
 
 
-def check_memory(model: Model, proposer: Any) -> None:
-    """Raise ValueError where a proposer must not write the memory of this target, or writes without reading."""
+def check_pair(model: Model, proposer: Any) -> None:
+    """Raise ValueError where a proposer makes too many drafts for this target, or must not write its memory."""
+    if model.max_step is not None and proposer.num_draft_tokens >= model.max_step:
+        raise ValueError(
+            f"num_draft_tokens must be at most {model.max_step - 1} for this target, which takes at most "
+            f"{model.max_step} tokens of a row in a step, got {proposer.num_draft_tokens}"
+        )
     if not writes_memory(proposer):
         return
     if not reads_memory(proposer):
@@ -200,7 +205,7 @@ def propose(
     Raises:
         ValueError: the proposer writes the memory and must not, or returns something else than its attributes say.
     """
-    check_memory(model, proposer)
+    check_pair(model, proposer)
     given = (keys, context, sampling, state)
     result = proposer.propose(*given, memory) if reads_memory(proposer) else proposer.propose(*given)
     if not writes_memory(proposer):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from specjax import models, proposers, verifiers
+from specjax.decoding.drafters import check_pair
 from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES, ByStepTimes, choices, table_lengths
@@ -509,7 +510,7 @@ def _load_draft(
 
 
 def _check_proposer(proposer: Proposer, target: Model, is_auto: bool) -> None:
-    """Raise ValueError for a draft model of another vocabulary, and for a proposer that cannot choose K."""
+    """Raise ValueError for a proposer that cannot draft for the target, or cannot choose K."""
     if isinstance(proposer, DraftModel) and proposer.model.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft must have the vocabulary of the target, {target.vocab_size} tokens, got "
@@ -520,6 +521,7 @@ def _check_proposer(proposer: Proposer, target: Model, is_auto: bool) -> None:
             "num_draft_tokens must be an integer for a draft without the method with_num_draft_tokens, got 'auto' and "
             f"{type(proposer).__name__}"
         )
+    check_pair(target, proposer)
 
 
 def _find_draft(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, keys, metrics, proposers
-from specjax.decoding.drafters import check_memory, in_memory
+from specjax.decoding.drafters import check_pair, in_memory
 from specjax.engine.grammars import GrammarTables
 from specjax.pages import Pages, check_pages
 from specjax.parallel import OnMesh
@@ -60,7 +60,7 @@ def empty(
             raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
     if model.max_length is not None and max_length > model.max_length:
         raise ValueError(f"max_length must be at most the model's {model.max_length}, got {max_length}")
-    check_memory(model, proposer)
+    check_pair(model, proposer)
     capacities = capacities or Capacities()
     if isinstance(model.apply, OnMesh):
         model.apply.check_batch(num_slots)

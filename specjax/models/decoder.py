@@ -347,5 +347,6 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         init_cache=network.InitCache(config, str(params["embedding"].dtype), config.attends),
         init_rows=recurrent.InitRows(config.recurrent, str(params["embedding"].dtype)),
         commit=recurrent.commit,
+        max_step=recurrent.MAX_STEP,
         takes_groups=False,
     )
