@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from families import CONFIGS, make_tensor, shapes, write
 from jax.sharding import Mesh
+from quantized_files import int8
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, whole_logits
 
@@ -359,6 +360,30 @@ def test_bad_files(tmp_path):
         tensors | {"model.layers.1.mlp.experts.6.up_proj.weight": tensors[missing]}, directory / "model.safetensors"
     )
     with pytest.raises(ValueError, match=r"experts.6.up_proj.weight in .* does not belong to a model of this config"):
+        load(directory)
+
+
+def test_an_expert_that_is_not_in_codes(tmp_path):
+    """The expert of floats makes the stack floats; an expert that is missing is named."""
+    directory = write_apart(tmp_path / "apart", "qwen3_moe", QWEN)
+    floats, codes, rng = load_file(directory / "model.safetensors"), {}, np.random.default_rng(0)
+    for name in [name for name in floats if ".experts." in name]:
+        if ".experts.3." in name:
+            continue
+        arrays, floats[name] = int8(rng, *floats[name].shape)
+        codes |= {name.removesuffix("weight") + key: x for key, x in arrays.items()}
+    save_file(floats, directory / "model.safetensors")
+    expected = load(directory).params["layers"][1]["experts_gate_up"]
+    group = {"targets": ["Linear"], "format": "int-quantized", "weights": {"num_bits": 8, "strategy": "channel"}}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    config = CONFIGS["qwen3_moe"] | {"quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(config))
+    one = {name: x for name, x in floats.items() if ".experts.3." in name}
+    others = {name: x for name, x in floats.items() if ".experts." not in name}
+    save_file(others | codes | one, directory / "model.safetensors")
+    np.testing.assert_array_equal(load(directory).params["layers"][1]["experts_gate_up"], expected)
+    save_file(others | codes, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor model.layers.1.mlp.experts.3.gate_proj.weight is missing"):
         load(directory)
 
 

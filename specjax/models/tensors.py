@@ -469,12 +469,11 @@ class Tensors:
         return np.asarray(_joined_floats(parts, self._dtype, transposed))
 
     def _parts(self, linears: list[StoredLinear]) -> list[Quantized | Array]:
-        """Read matrices of one input, each as the files hold it, or all as one that is rounded."""
+        """Read matrices of one input, each as the files hold it, or all as one of floats or one that is rounded."""
         if not any(map(self._is_quantized, linears)):
-            assert self._quantization is not None, "only then are floats read here"
-            format = format_of(linears[0].name, linears[0].shape[1], self._quantization)
-            assert format is not None, "only then are they read here"
-            return [quantize(self._floats(linears), format)]
+            floats, quantization = self._floats(linears), self._quantization
+            format = quantization and format_of(linears[0].name, linears[0].shape[1], quantization)
+            return [floats if format is None else quantize(floats, format)]
         scheme = self._scheme
         assert scheme is not None, "only then is a matrix quantised"
         return [_named(one, scheme.read) if self._is_quantized(one) else self._floats([one]) for one in linears]
