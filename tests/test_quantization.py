@@ -96,6 +96,7 @@ def test_fp8_with_scales_of_blocks(rng, n, k):
     powers = rng.integers(-9, 0, arrays["weight_scale_inv"].shape)
     rounded = arrays | {"weight_scale_inv": np.exp2(powers).astype(ml_dtypes.float8_e8m0fnu)}
     wide = np.exp2(powers)[np.arange(n)[:, None] // 128, np.arange(k)[None] // 128]
+    check(config | {"fmt": "float8_e4m3fn"}, arrays, w)
     check(config | {"scale_fmt": "ue8m0"}, rounded, arrays["weight"].astype(np.float32) * wide.astype(np.float32))
     check(config, arrays, w, code="e4m3", group=(128, 128 if k > 128 else 0))
 

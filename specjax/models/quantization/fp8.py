@@ -8,6 +8,7 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.quantization.linear_files import FLOATS, StoredLinear, shape_in
 from specjax.models.quantized import Quantized, pack
 
+FORMATS = "e4m3", "float8_e4m3fn"  # names of one format; MiniMax-M2 has the longer one
 E8M0 = "float8_e8m0fnu"  # powers of two, where scale_fmt is "ue8m0"
 
 
@@ -30,7 +31,7 @@ class FP8:
         Raises:
             ValueError: a field has a wrong value, or is not supported.
         """
-        config.only("fmt", "e4m3")
+        config.choice("fmt", FORMATS, FORMATS[0])
         for name in ("modules_to_not_convert", "ignored_layers"):
             config.get(name, list, [])
         return cls(block_of(config, "weight_block_size"))
