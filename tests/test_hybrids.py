@@ -104,10 +104,13 @@ def test_fields_that_are_refused(tmp_path):
         ({"linear_num_value_heads": 3}, "linear_num_value_heads in .* must be a multiple of linear_num_key_heads = 2"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types in .* must be 3 times"),
         ({"hidden_act": "gelu"}, "hidden_act in .* must be"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type in .* must be 'silu' or 'swish'"),
     ):
         (directory / "config.json").write_text(json.dumps(CONFIGS["qwen3_5_text"] | fields))
         with pytest.raises(ValueError, match=message):
             load(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIGS["qwen3_5_text"] | {"output_gate_type": "swish"}))
+    load(directory)
 
 
 def test_fields_of_mamba_that_are_refused(tmp_path):

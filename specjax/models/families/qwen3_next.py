@@ -40,6 +40,7 @@ def attention(config: ConfigFile) -> Attention:
 def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = False) -> tuple[LayerConfig, ...]:
     """Return the description of each layer; `by_heads` is as `DeltaNet` takes it."""
     config.only("hidden_act", "silu")
+    config.choice("output_gate_type", ("silu", "swish"), "silu")  # two names of the gate of the norm of a delta net
     attends = attention(config)
     key_heads = config.size("linear_num_key_heads", 16)
     value_heads = config.size("linear_num_value_heads", 32)
