@@ -215,7 +215,7 @@ class Chunk(NamedTuple):
     data_fields=["params"],
     meta_fields=[
         *("apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers", "axis_name"),
-        *("init_rows", "commit", "max_step", "takes_groups"),
+        *("init_rows", "commit", "takes_groups", "max_step"),
     ],
 )
 @dataclass(frozen=True)
@@ -261,8 +261,8 @@ class Model:
     # (memory, inputs of the call, path [R, D+1], count [R]) -> memory. The path has indices into the T tokens of the
     # call; index 0 is the pending token, and a chain is arange. The first `count` of a row are kept; 0: it did not run.
     commit: Callable[[Memory, ModelInput, Array, Array], Memory] | None = None
-    max_step: int | None = None  # the most tokens of a row that a step may have; None means no limit
     takes_groups: bool = False  # whether `apply` takes packed calls, in pages, and groups of calls
+    max_step: int | None = None  # the most tokens of a row that a step may have; None means no limit
 
     def __repr__(self) -> str:
         leaves = [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "dtype")]

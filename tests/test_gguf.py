@@ -209,7 +209,7 @@ def test_byte_level_tokenizers():
     assert tokenizer.encode("hel").tokens == ["<|end|>", "hel"]
     with pytest.raises(ValueError, match=r"tokenizer.ggml.pre in .* must be one of llama-bpe, .* got 'tekken'"):
         tokens("a", pre="tekken")
-    with pytest.raises(ValueError, match=r"tokenizer.ggml.model in .* must be 'gpt2' or 'llama', got 'rwkv'"):
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.model in .* must be 'gpt2', 'llama' or 'gemma4', got 'rwkv'"):
         tokens("a", **{"tokenizer.ggml.model": "rwkv"})
 
 
@@ -241,6 +241,14 @@ def test_sentence_piece_tokenizers():
     plain = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
     tokenizer = tokenizer_of(Header("model.gguf", llama | files.sentence_piece(**plain), {}))
     assert tokenizer.encode("hello").tokens == ["he", "llo"]
+    # Gemma 4 has merges, as byte-level files have them, and scores of no use.
+    gemma = plain | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.scores": [0.0] * 270}
+    gemma |= {"tokenizer.ggml.merges": ["▁ h", "l l", "h e"]}
+    tokenizer = tokenizer_of(
+        Header("model.gguf", {"general.architecture": "gemma4"} | files.sentence_piece(**gemma), {})
+    )
+    assert tokenizer.encode("hello hello").tokens == ["he", "ll", "o", "▁h", "e", "ll", "o"]
+    assert tokenizer.decode(tokenizer.encode("hello ß").ids) == "hello ß"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +262,12 @@ def test_sentence_piece_tokenizers():
         ({"llama.block_count": "two"}, r"llama.block_count in .* must be int, got 'two'"),
         ({"llama.embedding_length": 96}, r"must have shape"),
         ({"llama.attention.head_count_kv": 0}, r"head_count_kv in .* must be at least 1, got 0"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"must be the same for all layers, got \[2, 1\] and \[256, 256\]"),
+        (
+            {"llama.feed_forward_length": [256]},
+            r"feed_forward_length in .* must be an integer, or 2 of them, got",
+        ),
+        ({"llama.block_count": 0}, r"llama.block_count in .* must be at least 1, got 0"),
         ({"llama.attention.causal": False}, r"llama.attention.causal in .* must be True or absent, got False"),
         ({"split.count": "two"}, r"split.count in .* must be a number of files, got 'two'"),
         ({"general.alignment": 3}, r"general.alignment is 3"),

@@ -15,6 +15,17 @@ from specjax.models.quantized import dequantize
 gguf = pytest.importorskip("gguf")
 
 SMALL = {"rope_scaling": None, "sliding_window": 5}
+TURNS = {"rope_parameters": ALL["gemma4"]["rope_parameters"]}
+GEMMA4 = {
+    "add_sliding_window": 5,
+    "add_sliding_window_pattern": [True, False],
+    "add_shared_kv_layers": 0,
+    "add_embedding_length_per_layer_input": 0,
+    "add_key_length": 24,
+    "add_value_length": 24,
+    "add_key_length_swa": 16,
+    "add_value_length_swa": 16,
+}
 # By architecture: the case of families.py, changes of its fields, and the calls of the writer with their values.
 CASES = {
     "gemma3": (
@@ -33,6 +44,24 @@ CASES = {
         },
     ),
     "olmo2": ("olmo2", {}, {}),
+    "gemma4": ("gemma4", {}, GEMMA4 | {"add_head_count_kv": [2, 1], "add_final_logit_softcapping": 8.0}),
+    "gemma4 small": (
+        "gemma4_small",
+        TURNS,
+        GEMMA4
+        | {
+            "add_sliding_window_pattern": 2 * [True, True, False],
+            "add_shared_kv_layers": 3,
+            "add_embedding_length_per_layer_input": 6,
+            "add_feed_forward_length": 3 * [48] + 3 * [96],
+            "add_final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma4 with experts": (
+        "gemma4_moe",
+        TURNS,
+        GEMMA4 | {"add_expert_count": 6, "add_expert_used_count": 3, "add_expert_feed_forward_length": 20},
+    ),
     "llama": ("mixtral", {"sliding_window": None}, {"add_expert_count": 4, "add_expert_used_count": 2}),
     "qwen3moe": (
         "qwen3_moe_normed",
@@ -85,11 +114,19 @@ CASES = {
 }
 
 
+FAST = "qwen3moe", "gemma4"  # of these
+
+
 def name_in(names, name):
     """The name of a tensor in a file, as converters find it."""
     if name.endswith("e_score_correction_bias"):
         return names.get_name(name.removesuffix("_bias")) + ".bias"
     if name.endswith(".sinks"):
+        return names.get_name(name) + ".weight"
+    if name.endswith(("router.scale", "router.per_expert_scale")):  # of Gemma 4
+        of = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+        return f"blk.{name.split('.')[2]}.{of}.scale"
+    if name.endswith("layer_scalar"):
         return names.get_name(name) + ".weight"
     return names.get_name(name, try_suffixes=(".weight", ".bias"))
 
@@ -100,6 +137,9 @@ def apart(tensors):
     for name, values in tensors.items():
         if ".experts." not in name:
             found[name] = values
+            continue
+        if ".mlp." not in name and ".block_sparse_moe." not in name:  # of Gemma 4
+            found[f"{name}.weight"] = values
             continue
         is_gpt_oss = f"{name.removesuffix('_bias').removesuffix('_proj')}_proj_bias" in tensors
         end = "bias" if name.endswith("_bias") else "weight"
@@ -145,6 +185,11 @@ def write_gguf(path, architecture, config, tensors, fields, **kinds):
         kind = kinds.get(part) if name.endswith("weight") else None
         values = np.ascontiguousarray(values)
         writer.add_tensor(name_in(names, name), values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
+    if architecture == "gemma4":
+        turns = config["rope_parameters"]
+        turned = round(turns["full_attention"]["partial_rotary_factor"] * 12)
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (12 - turned), np.float32))
+        writer.add_float32("gemma4.rope.freq_base_swa", turns["sliding_attention"]["rope_theta"])
     if architecture == "phi3":
         for kind in ("short", "long"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(PARTIAL[f"{kind}_factor"], np.float32))
@@ -154,13 +199,15 @@ def write_gguf(path, architecture, config, tensors, fields, **kinds):
 
 
 @pytest.mark.parametrize(
-    "architecture", [name if name == "qwen3moe" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "architecture",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
 def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
     case, changes, fields = CASES[architecture]
     config = ALL[case] | changes
     floats = load(write(tmp_path / "floats", case, config=config))
     tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
+    architecture = architecture.partition(" ")[0]
     model = load(write_gguf(tmp_path / "model.gguf", architecture, config, tensors, fields))
     assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
 
@@ -197,6 +244,12 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
             {"add_expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX},
             "gating_func in .* must be 2",
         ),
+        (
+            "gemma4",
+            {"add_sliding_window_pattern": [True]},
+            "sliding_window_pattern in .* must be 2 times true or",
+        ),
+        ("gemma4", {"add_key_length": 20, "add_value_length": 20}, "rope_freqs.weight in .* must be 10 numbers, 1 for"),
         ("qwen3moe", {"add_expert_used_count": 9}, r"num_experts_per_tok in .* must be in \[1, 8\], got 9"),
         ("qwen3moe", {"add_expert_count": 7}, r"mlp.gate.weight in .* must have shape \(7, 32\), got \(8, 32\)"),
         ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),

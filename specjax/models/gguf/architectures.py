@@ -58,6 +58,67 @@ def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    number, header = config["num_hidden_layers"], fields.header
+    slides = header.fields.get(f"{fields.architecture}.attention.sliding_window_pattern")
+    if not isinstance(slides, list) or len(slides) != number or not all(type(one) is bool for one in slides):
+        raise ValueError(
+            f"{fields.architecture}.attention.sliding_window_pattern in {header.path} must be {number} times true or "
+            f"false, got {slides!r}"
+        )
+    kv_heads, widths = (fields.of_layers(name, number) for name in ("attention.head_count_kv", "feed_forward_length"))
+    num_own = number - fields.get("attention.shared_kv_layers", int, 0)
+    full = [i for i, one in enumerate(slides) if not one]
+    sliding = [i for i, one in enumerate(slides) if one] or full
+    size = fields.get("attention.key_length", int)
+    return {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "sliding_window": fields.get("attention.sliding_window", int),
+        "head_dim": fields.get("attention.key_length_swa", int, size),
+        "global_head_dim": size,
+        "num_key_value_heads": kv_heads[sliding[0]],
+        "num_global_key_value_heads": kv_heads[full[0]] if full else None,
+        "attention_k_eq_v": any(i < num_own and f"blk.{i}.attn_v.weight" not in header.tensors for i in full),
+        "num_kv_shared_layers": number - num_own,
+        "use_double_wide_mlp": len({*widths}) > 1,
+        "hidden_size_per_layer_input": fields.get("embedding_length_per_layer_input", int, 0),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "final_logit_softcapping": fields.get("final_logit_softcapping", float, None),
+        "rope_parameters": _turns_of_gemma4(fields, size),
+        **_experts_of_gemma4(fields),
+    }
+
+
+def _turns_of_gemma4(fields: Fields, size: int) -> dict[str, Any]:
+    """Return how heads turn; those that see all turn in part, which a tensor says by factors of frequencies."""
+    entry = fields.header.tensors.get("rope_freqs.weight")
+    if entry is None:
+        raise ValueError(f"tensor rope_freqs.weight is missing from {fields.header.path}")
+    factors = floats_of(fields.header.bytes_of(entry), entry.kind.name).ravel()
+    turned = int((factors == 1).sum())
+    if len(factors) != size // 2 or not (factors[:turned] == 1).all() or (factors[turned:] < 1e29).any():
+        raise ValueError(
+            f"tensor rope_freqs.weight in {fields.header.path} must be {size // 2} numbers, 1 for frequencies that are "
+            "kept and then 1e30 for others, got others"
+        )
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * turned / size,
+            "rope_theta": fields.get("rope.freq_base", float, 1e6),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": fields.get("rope.freq_base_swa", float, 1e4)},
+    }
+
+
+def _experts_of_gemma4(fields: Fields) -> dict[str, Any]:
+    if not fields.get("expert_count", int, 0):
+        return {}
+    found = _experts(fields)
+    return {"enable_moe_block": True, "top_k_experts": found.pop("num_experts_per_tok"), **found}
+
+
 def _phi3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     rotary = fields.get("rope.dimension_count", int, config["head_dim"])
     lists = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -194,6 +255,8 @@ class Architecture:
     has_partial_rotary: bool = False  # whether a part of each head may turn
     scalings: tuple[str, ...] = ()  # kinds of rotary scaling beside linear, whose fields `fields` reads
     has_experts: bool = False  # whether layers may have experts, as one tensor of all
+    has_own_rope: bool = False  # whether `fields` reads how heads turn
+    has_sizes_of_layers: bool = False  # whether layers may have different numbers of heads and widths
     has_ordered_tokens: bool = False  # whether merges follow the ids of tokens and not their scores
     # The tensors of transformers that a tensor with such a name holds, given config.json.
     holds: Callable[[str, Place, dict[str, Any]], Iterator[tuple[str, Place]]] = _as_stored
@@ -222,6 +285,21 @@ OF_MIXTRAL = (
     ("ffn_gate_exps", "block_sparse_moe.experts.*.w1"),
     ("ffn_up_exps", "block_sparse_moe.experts.*.w3"),
     ("ffn_down_exps", "block_sparse_moe.experts.*.w2"),
+)
+OF_GEMMA4 = (
+    *GEMMA_NORMS,
+    ("post_ffw_norm_1", "post_feedforward_layernorm_1"),
+    ("pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
+    ("post_ffw_norm_2", "post_feedforward_layernorm_2"),
+    ("layer_output_scale.weight", "layer_scalar"),
+    ("inp_gate", "per_layer_input_gate"),
+    ("proj", "per_layer_projection"),
+    ("post_norm", "post_per_layer_input_norm"),
+    ("ffn_gate_inp", "router.proj"),
+    ("ffn_gate_inp.scale", "router.scale"),
+    ("ffn_down_exps.scale", "router.per_expert_scale"),
+    ("ffn_gate_up_exps", "experts.*.gate_up_proj"),
+    ("ffn_down_exps", "experts.*.down_proj"),
 )
 OF_GLM = (
     *(("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), POST_NORMS[0]),
@@ -272,6 +350,14 @@ ARCHITECTURES = {
         has_ordered_tokens=True,
     ),
     "gemma3": Architecture(fields=_gemma3, names=GEMMA_NORMS, has_norm_offset=True, has_ordered_tokens=True),
+    "gemma4": Architecture(
+        fields=_gemma4,
+        names=OF_GEMMA4,
+        has_partial_rotary=True,
+        has_experts=True,
+        has_own_rope=True,
+        has_sizes_of_layers=True,
+    ),
     "granite": Architecture(fields=_granite, has_halves_between=True),
     "olmo2": Architecture(names=POST_NORMS),
     "phi3": Architecture(

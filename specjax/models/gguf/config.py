@@ -30,14 +30,19 @@ def config_of(header: Header) -> dict[str, Any]:
     config: dict[str, Any] = {name: fields.get(field, int) for name, field in SIZES.items()}
     # Files of mixtures without an MLP may lack its width.
     expert_size = fields.get("expert_feed_forward_length", int, None) if architecture.has_experts else None
-    config["intermediate_size"] = fields.get("feed_forward_length", int, *([expert_size] if expert_size else []))
+    number = config["num_hidden_layers"]
+    widths = fields.of_layers("feed_forward_length", number, *([expert_size] if expert_size else []))
     heads = config["num_attention_heads"]
     if heads < 1 or "token_embd.weight" not in header.tensors:
         raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
-    kv_heads = fields.get("attention.head_count_kv", int, heads)
-    if kv_heads < 1:
+    kv_heads = fields.of_layers("attention.head_count_kv", number, heads)
+    for name, found in (("block_count", [number]), ("attention.head_count_kv", kv_heads)):
+        if min(found) < 1:
+            raise ValueError(f"{fields.architecture}.{name} in {header.path} must be at least 1, got {min(found)}")
+    if not architecture.has_sizes_of_layers and len({*kv_heads}) + len({*widths}) > 2:
         raise ValueError(
-            f"{fields.architecture}.attention.head_count_kv in {header.path} must be at least 1, got {kv_heads}"
+            f"{fields.architecture}.attention.head_count_kv and feed_forward_length in {header.path} must be the same "
+            f"for all layers, got {kv_heads} and {widths}"
         )
     head_size = fields.get("attention.key_length", int, config["hidden_size"] // heads)
     if head_size < 1:
@@ -53,14 +58,15 @@ def config_of(header: Header) -> dict[str, Any]:
         fields.only("expert_count", 0)
     config |= {
         "model_type": fields.architecture,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": kv_heads[0],
+        "intermediate_size": widths[0],
         "head_dim": head_size,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
         "rope_theta": fields.get("rope.freq_base", float, 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "rope_scaling": _scaling(fields, head_size, architecture.scalings),
+        "rope_scaling": None if architecture.has_own_rope else _scaling(fields, head_size, architecture.scalings),
         "dtype": "bfloat16",
     }
     return config | architecture.fields(fields, config)

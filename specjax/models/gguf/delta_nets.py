@@ -99,12 +99,6 @@ def in_order(name: str, place: Place, config: dict[str, Any], *, is_tiled: bool)
             rows = of_rates[:, i].ravel()
             yield name.replace("_ba.", f"_{rate}."), replace(place, own_shape=(heads, entry.shape[1]), rows=rows)
         return
-    elif part.endswith(".gate_up_proj"):
-        half = entry.shape[0] // 2
-        for i, one in enumerate(("gate_proj", "up_proj")):
-            rows = np.arange(half) + i * half
-            yield name.replace("gate_up_proj", one), replace(place, own_shape=(half, entry.shape[1]), rows=rows)
-        return
     yield name, place
 
 

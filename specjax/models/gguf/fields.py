@@ -24,6 +24,16 @@ class Fields:
             raise ValueError(f"{full} in {self.header.path} must be {kind.__name__}, got {got}")
         return value
 
+    def of_layers(self, name: str, number: int, default: Any = _REQUIRED) -> list[int]:
+        """Return a number for each layer, from a field with one for all of them or with a list."""
+        found = self.header.fields.get(f"{self.architecture}.{name}")
+        if not isinstance(found, list):
+            return [self.get(name, int, default)] * number
+        if len(found) != number or not all(type(n) is int for n in found):
+            full = f"{self.architecture}.{name}"
+            raise ValueError(f"{full} in {self.header.path} must be an integer, or {number} of them, got {found!r}")
+        return found
+
     def only(self, name: str, *supported: Any) -> None:
         """Raise ValueError unless a field is absent or has a supported value."""
         value = self.header.fields.get(f"{self.architecture}.{name}")

@@ -4,7 +4,14 @@ import re
 
 import numpy as np
 
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 
 def name_of(name: str, of_layer: dict[str, str]) -> str:
@@ -14,7 +21,7 @@ def name_of(name: str, of_layer: dict[str, str]) -> str:
         name: of the tensor in GGUF.
         of_layer: names of the tensors of a layer, by their names in GGUF, with the ending where that is not kept.
     """
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+?)(?:\.(weight|bias))?", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+?)(?:\.(weight|bias|scale))?", name)
     if match is None:
         return name
     layer, kind, last = match.groups()

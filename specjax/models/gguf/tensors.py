@@ -125,7 +125,7 @@ def _less_one(scale: np.ndarray) -> np.ndarray:
 
 
 def _apart(name: str, place: Place) -> Iterator[tuple[str, Place]]:
-    """Return a tensor by its name in transformers; the tensor of all experts as a tensor for each."""
+    """Return a tensor by its name in transformers; the tensor of all experts as a tensor for each matrix of each."""
     if "*" not in name:
         yield name, place
         return
@@ -133,4 +133,11 @@ def _apart(name: str, place: Place) -> Iterator[tuple[str, Place]]:
     size = place.entry.num_bytes // number
     for i in range(number):
         one = replace(place.entry, shape=tuple(shape), start=place.entry.start + i * size)
-        yield name.replace("*", str(i)), Place(one)
+        of_one = name.replace("*", str(i))
+        if not name.endswith(".gate_up_proj.weight"):
+            yield of_one, Place(one)
+            continue
+        outputs, inputs = shape
+        for j, part in enumerate(("gate_proj", "up_proj")):
+            rows = np.arange(outputs // 2) + j * (outputs // 2)
+            yield of_one.replace("gate_up_proj", part), Place(one, (outputs // 2, inputs), rows)

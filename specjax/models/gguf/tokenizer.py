@@ -34,8 +34,8 @@ def tokenizer_of(header: Header) -> "Tokenizer":
     with needs("models"):
         import tokenizers  # noqa: F401
     model = _field(header, "model", str)
-    if model not in ("gpt2", "llama"):
-        raise ValueError(f"tokenizer.ggml.model in {header.path} must be 'gpt2' or 'llama', got {model!r}")
+    if model not in ("gpt2", "llama", "gemma4"):
+        raise ValueError(f"tokenizer.ggml.model in {header.path} must be 'gpt2', 'llama' or 'gemma4', got {model!r}")
     tokens = _field(header, "tokens", list)
     has_kinds = header.fields.get("tokenizer.ggml.token_type") is not None
     kinds = _field(header, "token_type", list) if has_kinds else [NORMAL] * len(tokens)
@@ -46,7 +46,7 @@ def tokenizer_of(header: Header) -> "Tokenizer":
         )
     tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens, kinds)
     _add_tokens(tokenizer, tokens, kinds)
-    starts = model == "llama" or header.fields.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
     _add_ends(tokenizer, header, tokens, starts)
     return tokenizer
 
@@ -64,10 +64,7 @@ def _field(header: Header, name: str, kind: type) -> Any:
 def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    merges = [str(merge).split(" ") for merge in _field(header, "merges", list)]
-    if any(len(pair) != 2 for pair in merges):
-        raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens with a space between them")
-    pairs = [(first, second) for first, second in merges]
+    pairs = _stored_merges(header)
     pre = header.fields.get("tokenizer.ggml.pre", "default")
     if not (isinstance(pre, str) and (pre in SPLITS or pre in DIGITS or pre in PLAIN)):
         known = ", ".join([*SPLITS, *DIGITS, *PLAIN])
@@ -92,10 +89,19 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
     return tokenizer
 
 
+def _stored_merges(header: Header) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that the file says make a token, the first one first."""
+    merges = [str(merge).split(" ") for merge in _field(header, "merges", list)]
+    if any(len(pair) != 2 for pair in merges):
+        raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens with a space between them")
+    return [(first, second) for first, second in merges]
+
+
 def _sentence_piece(header: Header, tokens: list[str], kinds: list[int]) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = _field(header, "scores", list)
+    has_merges = header.fields.get("tokenizer.ggml.model") == "gemma4"
     if len(scores) != len(tokens):
         raise ValueError(f"tokenizer.ggml.scores in {header.path} must be {len(tokens)}, got {len(scores)}")
     if architecture_of(header).has_ordered_tokens:
@@ -105,7 +111,8 @@ def _sentence_piece(header: Header, tokens: list[str], kinds: list[int]) -> "Tok
     ids = {token: i for i, token in enumerate(tokens)}
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     each = zip(tokens, scores, kinds, strict=True)
-    pairs = _merges(ids, [(token, score) for token, score, kind in each if kind in (NORMAL, USER_DEFINED)])
+    scored: list[tuple[str, float]] = [(token, score) for token, score, kind in each if kind in (NORMAL, USER_DEFINED)]
+    pairs = _stored_merges(header) if has_merges else _merges(ids, scored)
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     replace: list[Any] = [normalizers.Replace(" ", SPACE)]
     decode: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
