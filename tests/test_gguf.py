@@ -204,11 +204,21 @@ def test_byte_level_tokenizers():
     ):
         split = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).pre_tokenizer
         assert [end - start for _, (start, end) in split.pre_tokenize_str("".join(words))] == list(map(len, words))
+    kinds = {
+        "gpt-4o": ["He", "LLo's", " ", "123", "4", "!/"],  # of gpt-oss and Phi-4-mini
+        "tekken": ["He", "LLo", "'s", " ", "1", "2", "3", "4", "!/"],  # of Mistral Small 3
+        "glm4": ["HeLLo", "'s", " ", "123", "4", "!/"],
+    }
+    kinds["dbrx"] = kinds["glm4"]  # of OLMo 2
+    for pre, words in kinds.items():
+        split = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).pre_tokenizer
+        places = [place for _, place in split.pre_tokenize_str("HeLLo's 1234!/")]
+        assert ["HeLLo's 1234!/"[start:end] for start, end in places] == words, pre
     begin = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
     tokenizer = tokenizer_of(Header("model.gguf", files.byte_level(**begin), {}))
     assert tokenizer.encode("hel").tokens == ["<|end|>", "hel"]
-    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre in .* must be one of llama-bpe, .* got 'tekken'"):
-        tokens("a", pre="tekken")
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre in .* must be one of llama-bpe, .* got 'viking'"):
+        tokens("a", pre="viking")
     with pytest.raises(ValueError, match=r"tokenizer.ggml.model in .* must be 'gpt2', 'llama' or 'gemma4', got 'rwkv'"):
         tokens("a", **{"tokenizer.ggml.model": "rwkv"})
 

@@ -18,8 +18,18 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 # Marks belong to their letters.
 QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-SPLITS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2}
-SPLITS |= {"qwen35": QWEN35}
+# Capitals begin a word.
+_BEGIN, _REST = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O = rf"{_BEGIN}*{_REST}+{_ENDING}|{_BEGIN}+{_REST}*{_ENDING}|\p{{N}}{{1,3}}{_OTHERS}"
+TEKKEN = rf"{_BEGIN}*{_REST}+|{_BEGIN}+{_REST}*|\p{{N}}{_OTHERS}"
+# Files with these kinds have tokens that no merge makes, which whole words are looked up in first.
+OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+WHOLE_WORDS = (*OF_LLAMA3, "tekken")
+SPLITS = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), LLAMA3)
+SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4"), GPT4O)
+SPLITS |= {"qwen35": QWEN35, "tekken": TEKKEN}
 DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
 PLAIN = ("gpt-2", "default")
 
@@ -46,7 +56,7 @@ def tokenizer_of(header: Header) -> "Tokenizer":
         )
     tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens, kinds)
     _add_tokens(tokenizer, tokens, kinds)
-    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in OF_LLAMA3
     _add_ends(tokenizer, header, tokens, starts)
     return tokenizer
 
@@ -71,8 +81,7 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
         raise ValueError(f"tokenizer.ggml.pre in {header.path} must be one of {known}, got {pre!r}")
     ids = {token: i for i, token in enumerate(tokens)}
     try:
-        # A file of Llama 3 has tokens that no merge makes, which whole words are looked up in first.
-        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=SPLITS.get(pre) == LLAMA3))
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=pre in WHOLE_WORDS))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens: {error}") from error
     if pre in SPLITS:
