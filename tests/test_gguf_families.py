@@ -3,7 +3,7 @@
 import gguf_files
 import numpy as np
 import pytest
-from families import ALL, LONGROPE, PARTIAL, shapes, write
+from families import ALL, LONGROPE, PARTIAL, YARN, shapes, write
 from families import make_tensor as tensor_of
 from test_families import TOLERANCE, difference, whole_logits
 
@@ -183,6 +183,11 @@ def write_gguf(path, architecture, config, tensors, fields, **kinds):
         if architecture == "gemma3" and name.endswith("norm.weight"):
             values = values + 1
         kind = kinds.get(part) if name.endswith("weight") else None
+        if part == "kv_b_proj":  # keys are turned
+            keys, values = np.split(values.reshape(4, -1, values.shape[1]), [config["qk_nope_head_dim"]], axis=1)
+            of_keys = names.get_name(name.replace("kv_b", "k_b"), try_suffixes=(".weight",))
+            writer.add_tensor(of_keys, np.ascontiguousarray(keys.swapaxes(1, 2)))
+            name = name.replace("kv_b", "v_b")
         values = np.ascontiguousarray(values)
         writer.add_tensor(name_in(names, name), values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
     if architecture == "gemma4":
@@ -210,6 +215,58 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
     architecture = architecture.partition(" ")[0]
     model = load(write_gguf(tmp_path / "model.gguf", architecture, config, tensors, fields))
     assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [None, gguf.GGMLQuantizationType.F16])
+def test_attention_on_latents(kind, tmp_path):
+    """The matrix that makes keys and values lies in two tensors. Its file is as DeepSeek's and GLM-4.7-Flash's are."""
+    case = "glm4_moe_lite"
+
+    def renamed(name):  # the layer with an MLP comes first
+        other = {"model.layers.0.mlp.": "model.layers.1.mlp.", "model.layers.1.mlp.": "model.layers.0.mlp."}
+        return next((name.replace(*pair) for pair in other.items() if name.startswith(pair[0])), name)
+
+    yarn = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7, "truncate": True}
+    config = {name: x for name, x in ALL[case].items() if name != "mlp_layer_types"}
+    config |= {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "rope_scaling": yarn}
+    floats = load(write(tmp_path / "floats", case, config=config, renamed=renamed))
+    tensors = {renamed(name): tensor_of(name, shape) for name, shape in shapes(case).items()}
+    fields = {
+        "add_head_count_kv": 1,
+        "add_q_lora_rank": 20,
+        "add_kv_lora_rank": 12,
+        "add_key_length": 16,
+        "add_value_length": 12,
+        "add_key_length_mla": 10,
+        "add_value_length_mla": 10,
+        "add_rope_dimension_count": 4,
+        "add_leading_dense_block_count": 1,
+        "add_expert_count": 6,
+        "add_expert_used_count": 3,
+        "add_expert_feed_forward_length": 20,
+        "add_expert_shared_count": 1,
+        "add_expert_weights_scale": 1.5,
+        "add_expert_weights_norm": True,
+        "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 4.0,
+        "add_rope_scaling_orig_ctx_len": 16,
+        "add_rope_scaling_yarn_beta_fast": 2.0,
+        "add_rope_scaling_yarn_log_mul": 0.07,
+    }
+    path = write_gguf(tmp_path / "model.gguf", "deepseek2", config, tensors, fields, v_b_proj=kind)
+    found = difference(whole_logits(load(path)), np.asarray(whole_logits(floats)))
+    assert found <= (TOLERANCE if kind is None else 0.1)
+
+
+def test_latents_that_are_refused(tmp_path):
+    fields = {"add_head_count_kv": 1, "add_key_length": 16, "add_value_length": 12, "add_rope_dimension_count": 4}
+    tensors = {
+        name: tensor_of(name, shape) for name, shape in shapes("glm4_moe_lite").items() if "correction" not in name
+    }
+    path = write_gguf(tmp_path / "model.gguf", "deepseek2", ALL["glm4_moe_lite"], tensors, fields)
+    with pytest.raises(ValueError, match="must have routers of sigmoids with corrections, as DeepSeek V3 has them"):
+        load(path)
 
 
 def test_experts_in_mxfp4_stay_so(tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 from specjax.models import tokenizer as tokenizers
 from specjax.models.config_file import DTYPES, ConfigFile, read_json
 from specjax.models.diagnosis import hint, is_gguf
-from specjax.models.gguf.blocks import KEPT
 from specjax.models.gguf.config import config_of, settings_of
 from specjax.models.gguf.header import read_header
 from specjax.models.gguf.tensors import GGUFScheme, open_gguf
@@ -319,7 +318,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _stored_scheme(self) -> GGUFScheme | None:
         file = open_gguf(self.directory)
-        has_codes = any(place.entry.kind.name in KEPT for place in file.entries.values())
+        has_codes = any(place.is_kept for place in file.entries.values())
         return GGUFScheme(self.directory) if has_codes else None
 
     @cached_property

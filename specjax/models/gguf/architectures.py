@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from specjax.models.gguf import delta_nets
+from specjax.models.gguf import delta_nets, latents
 from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header
@@ -202,6 +202,27 @@ def _glm4_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _deepseek2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("expert_gating_func", 2)  # sigmoids
+    number = config["num_hidden_layers"]
+    if f"blk.{number - 1}.exp_probs_b.bias" not in fields.header.tensors:
+        raise ValueError(
+            f"{fields.header.path} must have routers of sigmoids with corrections, as DeepSeek V3 has them, got none"
+        )
+    return {
+        **latents.sizes(fields, config),
+        **_experts(fields, "n_routed_experts"),
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 0,
+        "n_shared_experts": fields.get("expert_shared_count", int),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
+        "n_group": fields.get("expert_group_count", int, 1),
+        "topk_group": fields.get("expert_group_used_count", int, 1),
+    }
+
+
 def _gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     sizes = _experts(fields, "num_local_experts")
     found = sizes | {
@@ -255,6 +276,7 @@ class Architecture:
     has_partial_rotary: bool = False  # whether a part of each head may turn
     scalings: tuple[str, ...] = ()  # kinds of rotary scaling beside linear, whose fields `fields` reads
     has_experts: bool = False  # whether layers may have experts, as one tensor of all
+    has_latents: bool = False  # whether keys and values are made of latents, and have other sizes
     has_own_rope: bool = False  # whether `fields` reads how heads turn
     has_sizes_of_layers: bool = False  # whether layers may have different numbers of heads and widths
     has_ordered_tokens: bool = False  # whether merges follow the ids of tokens and not their scores
@@ -342,6 +364,14 @@ ARCHITECTURES = {
         holds=partial(delta_nets.in_order, is_tiled=False),
     ),
     "glm4moe": Architecture(fields=_glm4_moe, names=OF_EXPERTS + OF_GLM, has_partial_rotary=True, has_experts=True),
+    "deepseek2": Architecture(
+        fields=_deepseek2,
+        names=OF_EXPERTS + latents.OF_LAYER,
+        has_partial_rotary=True,
+        has_experts=True,
+        has_latents=True,
+        has_own_rope=True,
+    ),
     "gpt-oss": Architecture(fields=_gpt_oss, names=OF_EXPERTS + OF_GPT_OSS, scalings=("yarn",), has_experts=True),
     "gemma2": Architecture(
         fields=_gemma2,

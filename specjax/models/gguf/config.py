@@ -50,7 +50,8 @@ def config_of(header: Header) -> dict[str, Any]:
             f"{fields.architecture}.attention.key_length in {header.path}, or else embedding_length / head_count, must "
             f"be at least 1, got {head_size}"
         )
-    fields.only("attention.value_length", head_size)
+    if not architecture.has_latents:
+        fields.only("attention.value_length", head_size)
     fields.only("attention.causal", True)
     if not architecture.has_partial_rotary:
         fields.only("rope.dimension_count", head_size)

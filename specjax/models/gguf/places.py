@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specjax.models.gguf.blocks import GROUP, floats_of, matrix_of
+from specjax.models.gguf.blocks import GROUP, KEPT, floats_of, matrix_of
 from specjax.models.gguf.header import Entry, Header
 from specjax.models.quantized import Quantized
 
@@ -25,6 +25,16 @@ class Place:
         """The shape that the tensor has in transformers."""
         return self.entry.shape if self.own_shape is None else self.own_shape
 
+    @property
+    def kind(self) -> str:
+        """The name of the type of the numbers."""
+        return self.entry.kind.name
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a matrix stays in codes."""
+        return self.kind in KEPT
+
     def bytes_of(self, header: Header, index: slice) -> np.ndarray:
         """Return the bytes of some rows, [rows, bytes of a row]."""
         content = header.bytes_of(self.entry)
@@ -32,7 +42,7 @@ class Place:
 
     def floats(self, header: Header, index: tuple) -> np.ndarray:
         """Return a part of the tensor as floats."""
-        shape, kind = self.shape, self.entry.kind.name
+        shape, kind = self.shape, self.kind
         if len(shape) == 1:
             values = floats_of(np.ascontiguousarray(header.bytes_of(self.entry)), kind)[0]
             values = values if self.rows is None else values[self.rows]
@@ -49,7 +59,7 @@ class Place:
         Raises:
             ValueError: a scale is infinite or NaN, or a block of inputs has other inputs than whole groups.
         """
-        matrix = matrix_of(self.bytes_of(header, slice(None)), self.entry.kind.name, dtype)
+        matrix = matrix_of(self.bytes_of(header, slice(None)), self.kind, dtype)
         if self.blocks is None:
             return matrix
         if self.shape[1] % (GROUP * len(self.blocks)):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from specjax.models.gguf.architectures import architecture_of
-from specjax.models.gguf.blocks import FLOATS, KEPT
+from specjax.models.gguf.blocks import FLOATS
 from specjax.models.gguf.config import config_of
 from specjax.models.gguf.header import Header, read_header
+from specjax.models.gguf.latents import KeysAndValues, joined
 from specjax.models.gguf.names import name_of, rows_of
 from specjax.models.gguf.places import Place
 from specjax.models.quantization import StoredLinear
@@ -25,7 +26,7 @@ class GGUFFile:
     """The tensors of a GGUF file by their names in transformers. The interface is the same as in safetensors."""
 
     header: Header
-    entries: dict[str, Place]
+    entries: dict[str, Place | KeysAndValues]
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
@@ -44,7 +45,7 @@ class GGUFSlice:
     name: str
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> Place | KeysAndValues:
         return self.file.entries[self.name]
 
     def get_shape(self) -> list[int]:
@@ -53,7 +54,7 @@ class GGUFSlice:
 
     def get_dtype(self) -> str:
         """Return the name of the dtype, as safetensors has it."""
-        kind = self._place.entry.kind.name
+        kind = self._place.kind
         return kind if kind in FLOATS else "F32"
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -70,7 +71,7 @@ class GGUFScheme:
     def is_quantized(self, linear: StoredLinear) -> bool:
         """Return whether the file has a matrix in codes that stay."""
         found = open_gguf(self.path).entries.get(f"{linear.name}.weight")
-        return found is not None and found.entry.kind.name in KEPT
+        return found is not None and found.is_kept
 
     def shape(self, linear: StoredLinear) -> tuple[int, ...]:
         """Return the shape of such a matrix."""
@@ -82,12 +83,11 @@ class GGUFScheme:
         Raises:
             ValueError: the matrix has another shape, a scale is infinite or NaN, or inputs cannot be put in order.
         """
-        file = open_gguf(self.path)
-        place = file.entries[f"{linear.name}.weight"]
+        file, name = open_gguf(self.path), f"{linear.name}.weight"
+        place = file.entries[name]
+        assert isinstance(place, Place), "others do not stay in codes"
         if place.shape != linear.shape:
-            raise ValueError(
-                f"tensor {place.entry.name} in {self.path} must have shape {linear.shape}, got {place.shape}"
-            )
+            raise ValueError(f"tensor {name} in {self.path} must have shape {linear.shape}, got {place.shape}")
         return place.matrix(file.header, linear.dtype)
 
 
@@ -109,7 +109,7 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
     heads = {}
     if architecture.has_halves_between:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    places = {}
+    places: dict[str, Place] = {}
     for name, entry in header.tensors.items():
         if name in OF_CONFIG:
             continue
@@ -117,7 +117,7 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
         place = Place(entry, rows=rows_of(name, entry.shape[0], heads), change=_less_one if has_offset else None)
         for apart, of_part in _apart(name_of(name, architecture.of_layer), place):
             places |= architecture.parts(apart, of_part, config)
-    return GGUFFile(header, places)
+    return GGUFFile(header, joined(places))
 
 
 def _less_one(scale: np.ndarray) -> np.ndarray:
