@@ -216,8 +216,18 @@ def test_the_layer_for_multi_token_prediction(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"add_ssm_time_step_rank": 3}, "qwen35.ssm.time_step_rank in .* must be a multiple of 2 heads, got 3"),
-        ({"add_ssm_inner_size": 126}, "qwen35.ssm.inner_size in .* must be a multiple of 4 heads, got 126"),
+        (
+            {"add_ssm_time_step_rank": 3},
+            "ssm.time_step_rank in .* must be a multiple of 2 in .*, got 3",
+        ),
+        (
+            {"add_ssm_inner_size": 126},
+            "ssm.inner_size in .* must be a multiple of 4 in .*, got 126",
+        ),
+        (
+            {"add_ssm_group_count": 2**31},
+            "ssm.group_count in .* must be a multiple of 1 in .*, got 2147483648",
+        ),
         ({"add_ssm_state_size": 12}, r"in_proj_qkv.weight in .* must have shape|blk.0.attn_qkv.weight"),
     ],
 )

@@ -17,6 +17,7 @@ SIZES = {
     "num_attention_heads": "attention.head_count",
 }
 LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
+MAX_LAYERS = 1024
 ENDS = "eos", "eot", "eom"  # of the tokens that end a text, a turn, and a message to a tool
 
 
@@ -31,14 +32,17 @@ def config_of(header: Header) -> dict[str, Any]:
     # Files of mixtures without an MLP may lack its width.
     expert_size = fields.get("expert_feed_forward_length", int, None) if architecture.has_experts else None
     number = config["num_hidden_layers"]
+    if not 1 <= number <= MAX_LAYERS:
+        place = f"{fields.architecture}.block_count in {header.path}"
+        raise ValueError(f"{place} must be in [1, {MAX_LAYERS}], got {number}")
     widths = fields.of_layers("feed_forward_length", number, *([expert_size] if expert_size else []))
     heads = config["num_attention_heads"]
     if heads < 1 or "token_embd.weight" not in header.tensors:
         raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
     kv_heads = fields.of_layers("attention.head_count_kv", number, heads)
-    for name, found in (("block_count", [number]), ("attention.head_count_kv", kv_heads)):
-        if min(found) < 1:
-            raise ValueError(f"{fields.architecture}.{name} in {header.path} must be at least 1, got {min(found)}")
+    if min(kv_heads) < 1:
+        place = f"{fields.architecture}.attention.head_count_kv in {header.path}"
+        raise ValueError(f"{place} must be at least 1, got {min(kv_heads)}")
     if not architecture.has_sizes_of_layers and len({*kv_heads}) + len({*widths}) > 2:
         raise ValueError(
             f"{fields.architecture}.attention.head_count_kv and feed_forward_length in {header.path} must be the same "

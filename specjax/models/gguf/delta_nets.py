@@ -26,6 +26,7 @@ OF_LAYER = (  # names of tensors of a layer in GGUF and in transformers
     *((f"ffn_{name}_shexp", f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down")),
     *((f"nextn.{name}", f"nextn.{name}") for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")),
 )
+MAX_SIZE = 1 << 20  # of heads, and of their numbers
 OF_MTP = {  # names of tensors of the drafter that belong to no layer
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -38,10 +39,16 @@ def sizes(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that config.json has for layers of gated delta nets, and for those that attend."""
     heads, number = fields.get("ssm.time_step_rank", int), fields.get("nextn_predict_layers", int, 0)
     inner, key_heads = fields.get("ssm.inner_size", int), fields.get("ssm.group_count", int)
-    for name, size, of in (("time_step_rank", heads, key_heads), ("inner_size", inner, heads)):
-        if of < 1 or size < 1 or size % of:
+    key_size = fields.get("ssm.state_size", int)
+    for name, size, of in (
+        ("group_count", key_heads, 1),
+        ("state_size", key_size, 1),
+        ("time_step_rank", heads, key_heads),
+        ("inner_size", inner, heads),
+    ):
+        if not 1 <= size <= MAX_SIZE or size % of:
             place = f"{fields.architecture}.ssm.{name} in {fields.header.path}"
-            raise ValueError(f"{place} must be a multiple of {of} heads, got {size}")
+            raise ValueError(f"{place} must be a multiple of {of} in [1, {MAX_SIZE}], got {size}")
     return {
         "num_hidden_layers": config["num_hidden_layers"] - number,
         "mtp_num_hidden_layers": number,
@@ -49,7 +56,7 @@ def sizes(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": fields.get("rope.dimension_count", int, config["head_dim"]) / config["head_dim"],
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": heads,
-        "linear_key_head_dim": fields.get("ssm.state_size", int),
+        "linear_key_head_dim": key_size,
         "linear_value_head_dim": inner // heads,
         "linear_conv_kernel_dim": fields.get("ssm.conv_kernel", int),
     }
@@ -78,8 +85,8 @@ def in_order(name: str, place: Place, config: dict[str, Any], *, is_tiled: bool)
     part = part.removesuffix(".weight")
     if part in ("linear_attn.in_proj_qkv", "linear_attn.conv1d"):
         place = replace(place, rows=np.concatenate([np.arange(keys), keys + of_values]))
-        if part.endswith("conv1d"):
-            place = replace(place, own_shape=(entry.shape[0], 1, entry.shape[-1]))
+        if part.endswith("conv1d") and len(entry.shape) == 2:
+            place = replace(place, own_shape=(entry.shape[0], 1, entry.shape[1]))
     elif part == "linear_attn.in_proj_z":
         place = replace(place, rows=of_values)
     elif part in ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.dt_bias"):
@@ -90,9 +97,11 @@ def in_order(name: str, place: Place, config: dict[str, Any], *, is_tiled: bool)
         place = replace(place, blocks=order)
     elif part == "linear_attn.norm":
         place = replace(place, change=None)
-    elif part == "mlp.shared_expert_gate":
+    elif part == "mlp.shared_expert_gate" and len(entry.shape) == 1:
         place = replace(place, own_shape=(1, entry.shape[-1]))
     elif part == "linear_attn.in_proj_ba":
+        if entry.shape[0] != 2 * heads:
+            raise ValueError(f"tensor {entry.name} in {entry.path} must have {2 * heads} rows, got {entry.shape[0]}")
         # For each key head, the rows of the first rate and of the second one.
         of_rates = np.arange(2 * heads).reshape(key_heads, 2, -1)
         for i, rate in enumerate("ba"):
