@@ -48,7 +48,7 @@ def running():
     """A server of such an application: its port, its connections, and the application."""
     application = Application()
     guard = Guard(application)
-    app = SimpleNamespace(guard=guard, engine=SimpleNamespace(is_running=True))
+    app = SimpleNamespace(outermost=guard, guard=guard, engine=SimpleNamespace(is_running=True))
     server = Server(app, 0.0, lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

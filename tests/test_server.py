@@ -614,6 +614,45 @@ def locked(engine, served):
         yield client
 
 
+ASKS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+ALLOWED, OTHER = "https://chat.example:8080", "https://other.example"
+
+
+class TestOrigins:
+    """A browser asks whether a page of another site may send a request, and only then sends it."""
+
+    def allowed(self, client, method, path, body=None, **headers):
+        """Return the status of an answer, and the origin that it names for browsers."""
+        status, answer, _ = client.call(method, path, body, JSON | headers)
+        return status, answer["access-control-allow-origin"]
+
+    def test_of_a_server_with_keys(self, engine, served):
+        key = {"authorization": "Bearer right"}
+        with running(engine, served, api_keys=["right"], allowed_origins=[ALLOWED]) as client:
+            own, other = {"origin": ALLOWED}, {"origin": OTHER}
+            path = "/v1/completions"
+            assert self.allowed(client, "OPTIONS", path, **own, **ASKS) == (200, ALLOWED)
+            assert self.allowed(client, "OPTIONS", path, **other, **ASKS) == (400, None)
+            assert self.allowed(client, "POST", path, completion(), **own, **key) == (200, ALLOWED)
+            assert self.allowed(client, "POST", path, completion(), **own) == (401, ALLOWED)  # a page reads why
+            assert self.allowed(client, "POST", path, completion(), **other, **key) == (200, None)
+            assert self.allowed(client, "POST", path, completion(), **key) == (200, None)
+            headers = client.call("GET", "/v1/models", headers=own | key)[1]
+            assert "x-request-id" in headers["access-control-expose-headers"]
+            assert headers["vary"] == "Origin"  # a cache must not give the answer to another site
+
+    def test_of_all_sites(self, engine, served):
+        with running(engine, served, allowed_origins=["*"]) as client:
+            origin = {"origin": OTHER}
+            assert self.allowed(client, "OPTIONS", "/v1/chat/completions", **origin, **ASKS) == (200, "*")
+            assert self.allowed(client, "POST", "/v1/chat/completions", chat(stream=True), **origin) == (200, "*")
+
+    def test_without_the_option(self, client):
+        origin = {"origin": OTHER}
+        assert self.allowed(client, "OPTIONS", "/v1/completions", **origin, **ASKS) == (405, None)
+        assert self.allowed(client, "GET", "/v1/models", **origin) == (200, None)
+
+
 class TestKeys:
     @pytest.mark.parametrize("value", [None, "", "Bearer", "Bearer wrong", "Bearer righ", "Basic right", "right"])
     def test_wrong_ones(self, locked, value):
@@ -906,6 +945,8 @@ class TestCommand:
             (["--num-slots", "0"], "num_slots must be at least 1, got 0"),
             (["--max-waiting", "-1"], "max_waiting must be at least 0, got -1"),
             (["--api-key", ""], "api_key must be"),
+            (["--allowed-origin", "https://a.example/"], "allowed_origin must be * or SCHEME://HOST[:PORT]"),
+            (["--allowed-origin", "a.example"], "allowed_origin must be * or SCHEME://HOST[:PORT]"),
             (["--request-timeout", "0"], "request_timeout must be"),
         ],
     )

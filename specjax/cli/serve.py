@@ -25,6 +25,15 @@ def add_serve(commands: Any) -> None:
         metavar="KEY",
         help="key that clients must send; may be repeated; default: those in SPECJAX_API_KEY, with spaces between them",
     )
+    add(
+        "--allowed-origin",
+        dest="allowed_origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="site whose pages may use the server in a browser, as https://chat.example:8080, or * for all; may be "
+        "repeated; default: none but the server's own",
+    )
     add("--num-slots", type=int, metavar="N", help="samples that run at a time; default: 16, on CPUs 8")
     add(
         "--step-sizes",
@@ -63,6 +72,7 @@ def _serve(args: argparse.Namespace) -> int:
         step_sizes=args.step_sizes,
         max_waiting=args.max_waiting,
         api_keys=args.api_key or os.environ.get("SPECJAX_API_KEY", "").split(),
+        allowed_origins=args.allowed_origins,
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
         access_log=args.access_log and not args.quiet,

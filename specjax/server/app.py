@@ -11,10 +11,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specjax.engine.engine import Engine
 from specjax.engine.jobs import NoTokenError
@@ -42,6 +43,7 @@ PAGE_POLICY = (
 )
 PAGE_HEADERS = {"content-security-policy": PAGE_POLICY, "x-frame-options": "DENY"}
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second is for proxies
+ORIGIN_METHODS, ORIGIN_HEADERS = ("GET", "POST"), ("x-request-id", "retry-after")  # for pages of other sites
 Parse = Callable[[Any, Served], Call]
 
 
@@ -55,7 +57,7 @@ class About:
 
 
 class App:
-    """The server as an ASGI application, `guard`, which holds all the others.
+    """The server as an ASGI application, `outermost`, which holds all the others.
 
     Args:
         engine: the engine, of this process or of another; it is not closed here.
@@ -64,9 +66,11 @@ class App:
         api_keys: keys of clients; without any, everybody is one.
         request_timeout: seconds that a request may take.
         is_local: whether requests must name this machine as their host, which counts where there are no keys.
+        allowed_origins: other sites whose pages may use the server, as browsers name them; "*" is all.
 
     Attributes:
-        guard: the application to run.
+        outermost: the application to run.
+        guard: the application that checks requests.
         routes: the application behind the guard.
         engine: the engine.
     """
@@ -80,6 +84,7 @@ class App:
         api_keys: Sequence[str] = (),
         request_timeout: float = 600.0,
         is_local: bool = False,
+        allowed_origins: Sequence[str] = (),
     ):
         self.engine, self._served, self._about, self._timeout = engine, served, about, request_timeout
         self._started = int(time.time())
@@ -112,6 +117,10 @@ class App:
         self.routes = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         self.routes.router.redirect_slashes = False  # a redirection would repeat the header Host
         self.guard = Guard(self.routes, api_keys, is_local=is_local and not api_keys)
+        self.outermost: ASGIApp = self.guard
+        if allowed_origins:  # browsers ask without a key whether a page may send one
+            headers = {"allow_headers": ["*"], "expose_headers": ORIGIN_HEADERS}
+            self.outermost = CORSMiddleware(self.guard, allowed_origins, ORIGIN_METHODS, **headers)
 
     async def _show_page(self, http: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers=PAGE_HEADERS)

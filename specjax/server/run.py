@@ -31,6 +31,7 @@ SECONDS_TO_CLOSE = 5  # from the end of the last request, or of their time, to t
 CAPACITIES = Capacities(grammars=16, grammar_states=16384)
 GRAMMAR_SECONDS = 10.0  # that a grammar may take to compile
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::\d+)?")  # as browsers write it
 
 
 def serve(
@@ -45,6 +46,7 @@ def serve(
     step_sizes: Sequence[int] | None = None,
     max_waiting: int,
     api_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
     request_timeout: float,
     shutdown_timeout: float,
     access_log: bool = True,
@@ -62,6 +64,7 @@ def serve(
         step_sizes: as `Engine` takes them.
         max_waiting: the most requests that wait for a slot.
         api_keys: the keys that clients may use; without any, everybody may.
+        allowed_origins: other sites whose pages may use the server in a browser, as SCHEME://HOST:PORT; "*" is all.
         request_timeout: seconds that a request may take.
         shutdown_timeout: seconds that requests may still take after the first signal; a second signal ends them.
         access_log: whether standard error gets a line for each request.
@@ -73,12 +76,16 @@ def serve(
     num_slots = default_sizes("server").slots if num_slots is None else num_slots
     least = {"num_slots": (num_slots, 1), "max_waiting": (max_waiting, 0), "shutdown_timeout": (shutdown_timeout, 0)}
     check(least, request_timeout, api_keys)
+    for origin in allowed_origins:
+        if not ORIGIN.fullmatch(origin):
+            raise ValueError(f"allowed_origin must be * or SCHEME://HOST[:PORT] without a path, got {origin!r}")
     is_local = host in LOOPBACK
     if not is_local and not api_keys:
         print(f"specjax: warning: whoever reaches {host} may use the server, as it has no keys", file=sys.stderr)
     with _listen(host, port) as listener:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         options = {"api_keys": list(api_keys), "request_timeout": request_timeout, "is_local": is_local}
+        options["allowed_origins"] = list(allowed_origins)
         known = served(llm, name, aliases, takes_any_name=takes_any_name)
         setup = {"served": write_served(known), "about": asdict(_about(llm)), "options": options}
         with http_process(listener) as (process, channel):
@@ -170,7 +177,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: App, shutdown_timeout: float, greet: Callable[[], object], write: Write | None = None):
         config = uvicorn.Config(
-            app.guard if write is None else AccessLog(app.guard, write),
+            app.outermost if write is None else AccessLog(app.outermost, write),
             http=Connection,
             ws="none",
             lifespan="off",
