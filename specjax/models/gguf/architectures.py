@@ -1,7 +1,7 @@
 """The architectures that are read from GGUF files, and how the files of one differ from the files of others."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -230,17 +230,8 @@ def _gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": sizes.pop("moe_intermediate_size"),
         "sliding_window": fields.get("attention.sliding_window", int),
     }
-    if fields.get("rope.scaling.type", str, "none") != "yarn":
-        return found
-    scaling = {
-        "rope_type": "yarn",
-        "factor": fields.get("rope.scaling.factor", float),
-        "original_max_position_embeddings": fields.get("rope.scaling.original_context_length", int),
-        "beta_fast": fields.get("rope.scaling.yarn_beta_fast", float, 32.0),
-        "beta_slow": fields.get("rope.scaling.yarn_beta_slow", float, 1.0),
-        "truncate": False,  # files do not say it
-    }
-    return found | {"rope_scaling": scaling}
+    scaling = fields.yarn()
+    return found if scaling is None else found | {"rope_scaling": scaling | {"truncate": False}}  # files do not say it
 
 
 def _qwen3_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -335,34 +326,22 @@ OF_GPT_OSS = (
     *((f"ffn_{name}_exps.bias", f"mlp.experts.{name}_proj_bias") for name in ("gate", "up", "down")),
     ("ffn_gate_inp", "mlp.router"),
 )
+QWEN35 = Architecture(
+    fields=_qwen3_5,
+    names=delta_nets.OF_LAYER,
+    has_norm_offset=True,
+    has_partial_rotary=True,
+    holds=partial(delta_nets.in_order, is_tiled=True),
+)
+QWEN35_MOE = replace(QWEN35, fields=_qwen3_5_moe, names=OF_EXPERTS + delta_nets.OF_LAYER, has_experts=True)
 ARCHITECTURES = {
     "llama": Architecture(fields=_llama, names=OF_MIXTRAL, has_halves_between=True, has_experts=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, has_experts=True),
-    "qwen35": Architecture(
-        fields=_qwen3_5,
-        names=delta_nets.OF_LAYER,
-        has_norm_offset=True,
-        has_partial_rotary=True,
-        holds=partial(delta_nets.in_order, is_tiled=True),
-    ),
-    "qwen35moe": Architecture(
-        fields=_qwen3_5_moe,
-        names=OF_EXPERTS + delta_nets.OF_LAYER,
-        has_norm_offset=True,
-        has_partial_rotary=True,
-        has_experts=True,
-        holds=partial(delta_nets.in_order, is_tiled=True),
-    ),
-    "qwen3next": Architecture(
-        fields=_qwen3_5_moe,
-        names=OF_EXPERTS + delta_nets.OF_LAYER,
-        has_norm_offset=True,
-        has_partial_rotary=True,
-        has_experts=True,
-        holds=partial(delta_nets.in_order, is_tiled=False),
-    ),
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
+    "qwen3next": replace(QWEN35_MOE, holds=partial(delta_nets.in_order, is_tiled=False)),
     "glm4moe": Architecture(fields=_glm4_moe, names=OF_EXPERTS + OF_GLM, has_partial_rotary=True, has_experts=True),
     "deepseek2": Architecture(
         fields=_deepseek2,

@@ -34,6 +34,18 @@ class Fields:
             raise ValueError(f"{full} in {self.header.path} must be an integer, or {number} of them, got {found!r}")
         return found
 
+    def yarn(self) -> dict[str, Any] | None:
+        """Return the field rope_scaling of config.json where the file scales as YaRN does, else None."""
+        if self.get("rope.scaling.type", str, "none") != "yarn":
+            return None
+        return {
+            "rope_type": "yarn",
+            "factor": self.get("rope.scaling.factor", float),
+            "original_max_position_embeddings": self.get("rope.scaling.original_context_length", int),
+            "beta_fast": self.get("rope.scaling.yarn_beta_fast", float, 32.0),
+            "beta_slow": self.get("rope.scaling.yarn_beta_slow", float, 1.0),
+        }
+
     def only(self, name: str, *supported: Any) -> None:
         """Raise ValueError unless a field is absent or has a supported value."""
         value = self.header.fields.get(f"{self.architecture}.{name}")

@@ -90,14 +90,7 @@ def sizes(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _scaling(fields: Fields) -> dict[str, Any] | None:
     """Return the field rope_scaling."""
-    if fields.get("rope.scaling.type", str, "none") != "yarn":
-        return None
-    found = {
-        "rope_type": "yarn",
-        "factor": fields.get("rope.scaling.factor", float),
-        "original_max_position_embeddings": fields.get("rope.scaling.original_context_length", int),
-        "beta_fast": fields.get("rope.scaling.yarn_beta_fast", float, 32.0),
-        "beta_slow": fields.get("rope.scaling.yarn_beta_slow", float, 1.0),
-    }
-    gain = fields.get("rope.scaling.yarn_log_multiplier", float, None)  # a tenth of both numbers
-    return found if gain is None else found | {"mscale": 10 * gain, "mscale_all_dim": 10 * gain}
+    found, gain = fields.yarn(), fields.get("rope.scaling.yarn_log_multiplier", float, None)
+    if found is None or gain is None:
+        return found
+    return found | {"mscale": 10 * gain, "mscale_all_dim": 10 * gain}  # the file has a tenth of both
