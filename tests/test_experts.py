@@ -23,6 +23,7 @@ from specjax.models.experts import (
     Shared,
     SigmoidTopK,
     SoftmaxTopK,
+    TopKSigmoid,
     TopKSoftmax,
     Ungated,
     normed_and_logits,
@@ -129,6 +130,7 @@ def test_logits_of_a_router_stay_in_memory():
         (lambda: SigmoidTopK(12, 2, num_groups=4, num_chosen_groups=5), r"num_chosen_groups must be in \[1, num_gr"),
         (lambda: SigmoidTopK(12, 2, num_groups=12, num_chosen_groups=2), "num_groups must leave 2 experts or more"),
         (lambda: SigmoidTopK(12, 4, num_groups=4), "num_chosen must be at most 3, the experts of num_chosen_groups"),
+        (lambda: Experts(TopKSigmoid(4, 2), weighs_inputs=True), "num_chosen must be 1 where weights multiply inputs"),
     ],
 )
 def test_routers_that_are_refused(make, message):

@@ -217,20 +217,21 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
     assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
 
 
+def mlp_first(name):
+    """The name of a tensor of two layers where the layer with an MLP comes first."""
+    other = {"model.layers.0.mlp.": "model.layers.1.mlp.", "model.layers.1.mlp.": "model.layers.0.mlp."}
+    return next((name.replace(*pair) for pair in other.items() if name.startswith(pair[0])), name)
+
+
 @pytest.mark.parametrize("kind", [None, gguf.GGMLQuantizationType.F16])
 def test_attention_on_latents(kind, tmp_path):
     """The matrix that makes keys and values lies in two tensors. Its file is as DeepSeek's and GLM-4.7-Flash's are."""
     case = "glm4_moe_lite"
-
-    def renamed(name):  # the layer with an MLP comes first
-        other = {"model.layers.0.mlp.": "model.layers.1.mlp.", "model.layers.1.mlp.": "model.layers.0.mlp."}
-        return next((name.replace(*pair) for pair in other.items() if name.startswith(pair[0])), name)
-
     yarn = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7, "truncate": True}
     config = {name: x for name, x in ALL[case].items() if name != "mlp_layer_types"}
     config |= {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "rope_scaling": yarn}
-    floats = load(write(tmp_path / "floats", case, config=config, renamed=renamed))
-    tensors = {renamed(name): tensor_of(name, shape) for name, shape in shapes(case).items()}
+    floats = load(write(tmp_path / "floats", case, config=config, renamed=mlp_first))
+    tensors = {mlp_first(name): tensor_of(name, shape) for name, shape in shapes(case).items()}
     fields = {
         "add_head_count_kv": 1,
         "add_q_lora_rank": 20,
@@ -259,13 +260,24 @@ def test_attention_on_latents(kind, tmp_path):
     assert found <= (TOLERANCE if kind is None else 0.1)
 
 
-def test_latents_that_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "left_out, more, message",
+    [
+        ("correction", {}, "must have routers of sigmoids with corrections, as DeepSeek V3 has them"),
+        (
+            "-",
+            {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 2.0},
+            "deepseek2.rope.scaling.type in .* must be 'none' or 'yarn' or absent, got 'linear'",
+        ),
+    ],
+)
+def test_latents_that_are_refused(left_out, more, message, tmp_path):
     fields = {"add_head_count_kv": 1, "add_key_length": 16, "add_value_length": 12, "add_rope_dimension_count": 4}
-    tensors = {
-        name: tensor_of(name, shape) for name, shape in shapes("glm4_moe_lite").items() if "correction" not in name
-    }
+    fields |= {"add_kv_lora_rank": 12} | more
+    stored = {name: shape for name, shape in shapes("glm4_moe_lite").items() if left_out not in name}
+    tensors = {mlp_first(name): tensor_of(name, shape) for name, shape in stored.items()}
     path = write_gguf(tmp_path / "model.gguf", "deepseek2", ALL["glm4_moe_lite"], tensors, fields)
-    with pytest.raises(ValueError, match="must have routers of sigmoids with corrections, as DeepSeek V3 has them"):
+    with pytest.raises(ValueError, match=message):
         load(path)
 
 
@@ -307,6 +319,7 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
             "sliding_window_pattern in .* must be 2 times true or",
         ),
         ("gemma4", {"add_key_length": 20, "add_value_length": 20}, "rope_freqs.weight in .* must be 10 numbers, 1 for"),
+        ("gemma4", {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR}, "gemma4.rope.scaling.type in .* must be"),
         ("qwen3moe", {"add_expert_used_count": 9}, r"num_experts_per_tok in .* must be in \[1, 8\], got 9"),
         ("qwen3moe", {"add_expert_count": 7}, r"mlp.gate.weight in .* must have shape \(7, 32\), got \(8, 32\)"),
         ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),

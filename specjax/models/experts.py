@@ -292,7 +292,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, each an MLP of the width `expert_size` of the config."""
+    """A mixture of experts, each an MLP of the width `expert_size` of the config.
+
+    Raises:
+        ValueError: weights multiply inputs, and a token has several experts.
+    """
 
     router: Router
     gate: Gated | ClippedGated | Ungated = Gated()  # function of an expert's gate and up projections, or of the latter
@@ -306,6 +310,10 @@ class Experts:
     latent_size: int | None = None
     # Whether the weight of the one expert of a token multiplies its input, as in Llama 4, and not its output.
     weighs_inputs: bool = False
+
+    def __post_init__(self):
+        if self.weighs_inputs and self.router.num_chosen != 1:
+            raise ValueError(f"num_chosen must be 1 where weights multiply inputs, got {self.router.num_chosen}")
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name. The matrices of experts are [experts, outputs, inputs]."""

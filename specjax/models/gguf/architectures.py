@@ -92,6 +92,7 @@ def _gemma4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _turns_of_gemma4(fields: Fields, size: int) -> dict[str, Any]:
     """Return how heads turn; those that see all turn in part, which a tensor says by factors of frequencies."""
+    fields.only("rope.scaling.type", "none")
     entry = fields.header.tensors.get("rope_freqs.weight")
     if entry is None:
         raise ValueError(f"tensor rope_freqs.weight is missing from {fields.header.path}")

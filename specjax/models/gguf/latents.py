@@ -90,6 +90,7 @@ def sizes(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _scaling(fields: Fields) -> dict[str, Any] | None:
     """Return the field rope_scaling."""
+    fields.only("rope.scaling.type", "none", "yarn")
     found, gain = fields.yarn(), fields.get("rope.scaling.yarn_log_multiplier", float, None)
     if found is None or gain is None:
         return found
