@@ -4,19 +4,21 @@ The kernel is bound by memory, and with codes of 4 bits by instructions, too. A 
 its threads share the inputs, so that a thread prepares an input once for all of them. The sums of outputs are added up
 together once. The codes of a thread's load are of one group of inputs: its scale multiplies their sum.
 
-Integers and e2m1 are multiplied as integers, four at a time: the inputs of a thread's load become integers of 19 to 22
-bits with a common exponent, in three parts of 8 bits. An instruction converts two e4m3. Where a thread has few inputs
-for codes of 4 bits, it keeps them, and the program goes on to other outputs, whose codes it loads before it finishes
-these.
+Integers and e2m1 are multiplied as integers, four at a time: the inputs of a thread's load become integers with a
+common exponent, in parts of 8 bits. Inputs of 16 bits become 15 bits and a sign, two parts: they are off by 2^-15 of
+the largest one in the load at most, less than its own rounding to 16 bits. Inputs in float32 become 19 to 22 bits,
+three parts. An instruction converts two e4m3. Where a thread has few inputs for codes of 4 bits, it keeps them, and the
+program goes on to other outputs.
 
-Integers are loaded one step ahead. Codes e4m3 are not: registers for them would leave room for fewer programs, and as
-many programs as fit keep more loads in flight.
+Integers of 8 bits are loaded one step ahead, and so are codes of 4 bits where a thread loads once for an output. Other
+codes are not: registers for them would leave room for fewer programs, and as many programs as fit keep more loads in
+flight.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,6 @@ from pallas_kernels.quantized import (
     convert_e4m3,
     decode,
     field_of,
-    offset_of,
     unsupported_weight,
 )
 from pallas_kernels.triton import plgpu
@@ -46,12 +47,15 @@ _ROOM = {4: 36, 8: 24, 16: 15}
 _FEWEST = {8: 48, 16: 192}  # rows for a multiprocessor from which a program has 8, or 16 of two halves
 _LONG = 16  # steps from which a row has too few threads
 _MOST_IDLE = 1.15  # loads of all threads, in those that there are
-_SHORT_ROW = 8192  # inputs of a row up to which preparing integers costs more than they save for codes of 8 bits
-_KEPT_INPUTS = 64  # the most inputs that a thread keeps beside the codes of 4 outputs
+_MANY_LOADS = 2**15  # of a multiprocessor, from which integers of 8 bits have fewer threads
+_KEPT_INPUTS = 96  # the most that a thread keeps
 # Bits of an integer that stands for an input, without its sign: sums of the products of a load fit in int32.
 _INPUT_BITS = {("int", 4): 22, ("e2m1", 4): 21, ("int", 8): 19}
 _MIDDLE_OF_E2M1 = 12  # added to twice the numbers e2m1, so that bytes hold no negative ones
+_TABLES = 0x0F0E0D0C, 0x090A0B0C  # halves of the tables of `bytes_of_e2m1`
+_BITS_OF_TWO_PARTS = 15
 _ROUND = 1.5 * 2.0**23  # added to a smaller number in float32, it leaves a rounded integer in the lower bits
+_BITS_OF_ROUND = 0x4B400000
 
 
 class RowTiling(NamedTuple):
@@ -97,10 +101,10 @@ class _Codes(NamedTuple):
 class _Inputs(NamedTuple):
     """Inputs of each thread in a step, as codes multiply them."""
 
-    numbers: list[Array]  # [1, lanes, 4] of each place; for dots of integers, of each part and then of each parity
+    numbers: list[Any]  # [1, lanes, 4] of each place; for dots of integers, of each four places of each part
     unit: Array | None  # [1, lanes], factor from a sum of products of integers to a sum of products of inputs
-    total: Array  # [1, lanes], the sum of the inputs
-    added: Array | float  # [1, lanes], the sum that codes of 0 with their middle would give
+    added: Array | int  # int32 [1, lanes], the sum that codes of 0 with their middle would give
+    total: Array  # [1, lanes], the sum of the inputs, as codes multiply them
     squares: Array  # [1, lanes], the sum of their squares before the norm
 
 
@@ -124,22 +128,27 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
     The same launch may compute the products of `num_products` matrices of this shape.
     """
     loads, num_halves = weight.values.shape[-1] // WORDS_IN_BLOCK, weight.shape[-2] // num_outputs
+    share = num_halves * num_products * num_outputs / NUM_MULTIPROCESSORS
+    num_warps = pl.next_power_of_2(pl.cdiv(loads, _WARP))
     if weight.bits == 4 and pl.cdiv(loads, _WARP) == 3:  # a fourth warp would have nothing to load
-        return RowTiling(2 // num_halves, 1, 8 * NUM_MULTIPROCESSORS)
+        return RowTiling(4 // num_halves, 1, 12 * NUM_MULTIPROCESSORS)
     if is_converted(weight):
-        return _tiling_of_e4m3(loads, num_halves, num_halves * num_products * num_outputs / NUM_MULTIPROCESSORS)
-    num_warps, outputs = min(4, pl.next_power_of_2(pl.cdiv(loads, _WARP))), 8
-    keeps_inputs = can_keep_inputs(weight, num_warps)
-    if keeps_inputs:
-        outputs = 4
-    elif weight.bits == 4 and _has_dots(weight):
-        num_warps = min(2, num_warps)
-    while weight.bits == 8 and num_warps > 1 and loads % (num_warps * _WARP):  # no thread waits in the last step
-        num_warps //= 2
-    outputs //= num_halves
+        return _tiling_of_e4m3(loads, num_halves, share)
+    if weight.bits == 8:
+        num_warps = min(2 if share * loads >= _MANY_LOADS else 4, num_warps)
+        while num_warps > 1 and loads % (num_warps * _WARP):  # no thread waits in the last step
+            num_warps //= 2
+        rows, num_programs = 8 if share * loads >= _MANY_LOADS / 4 else 4, None
+    else:
+        num_warps = min(8, num_warps)
+        # Threads that load once load ahead, which takes registers of as many codes again.
+        rows, num_programs = 4 if loads <= num_warps * _WARP else 8, 16 // num_warps * NUM_MULTIPROCESSORS
+        if not can_keep_inputs(weight, num_warps):
+            num_programs = None
+    outputs = rows // num_halves
     while outputs > 2 and num_products * num_outputs < outputs * 2 * NUM_MULTIPROCESSORS:
         outputs //= 2
-    return RowTiling(outputs, num_warps, 16 // num_warps * NUM_MULTIPROCESSORS if keeps_inputs else None)
+    return RowTiling(outputs, num_warps, num_programs)
 
 
 def _tiling_of_e4m3(loads: int, num_halves: int, share: float) -> RowTiling:
@@ -171,15 +180,13 @@ def is_converted(weight: Quantized) -> bool:
 
 
 def can_keep_inputs(weight: Quantized, num_warps: int) -> bool:
-    """Return whether the threads of a program have registers for their inputs beside the codes of 4 outputs."""
+    """Return whether the threads of a program have registers for their inputs beside codes."""
     loads = pl.cdiv(weight.values.shape[-1], WORDS_IN_BLOCK * num_warps * _WARP)
     return weight.bits == 4 and loads * WORDS_IN_BLOCK * weight.places <= _KEPT_INPUTS
 
 
 def _has_dots(weight: Quantized) -> bool:
-    """Return whether codes are multiplied as integers; of 8 bits in long rows, whose loop has several steps."""
-    if weight.bits == 8 and weight.shape[-1] <= _SHORT_ROW:
-        return False
+    """Return whether codes are multiplied as integers."""
     return (weight.code, weight.bits) in _INPUT_BITS
 
 
@@ -258,12 +265,16 @@ def quantized_linear_kernel(
     halves = (0,) if gate is None else (0, 1)
     lane, word = (jax.lax.iota(jnp.int32, n) for n in (lanes, WORDS_IN_BLOCK))
     is_raised = field_of(weight, interpret) != 1 and not (is_converted(weight) or _has_dots(weight))
+    num_parts = 3 if x_ref.dtype == jnp.float32 else 2
     unit = field_of(weight, interpret) / RAISE if is_raised else 1.0  # sums are of numbers without this factor
     all_inputs = weight.group[1] == 0  # whether a row has one scale
     group_refs = weight.scale, weight.zero, weight.minimum
     keeps_inputs = num_programs < num_groups
     # A program that keeps its inputs also asks for outputs after its last ones.
     exists_always = num_outputs % outputs == 0 and not keeps_inputs
+
+    has_tables = weight.code == "e2m1" and not interpret
+    tables = [kept_in_register(table, lane)[None, :, None] for table in _TABLES if has_tables]
 
     def outputs_of(group) -> Array:
         return group * outputs + jax.lax.iota(jnp.int32, outputs)
@@ -313,28 +324,32 @@ def quantized_linear_kernel(
                 x *= scale.astype(jnp.float32) + offset if offset else scale.astype(jnp.float32)
             xs.append(x)
         total = jnp.sum(reduce(jnp.add, xs), axis=-1)
-        if _has_dots(weight):
-            integers, one = _as_integers(xs, weight.code, weight.bits)
-            if weight.code == "e2m1":
-                return _Inputs(integers, one / 2, total, _MIDDLE_OF_E2M1 / 2 * total, squares)
+        if not _has_dots(weight):
+            return _Inputs([x * RAISE for x in xs] if is_raised else xs, None, 0, total / unit, squares)
+        integers, one = _as_integers(xs, weight.code, weight.bits, num_parts, interpret)
+        one += 0 * total  # NaN where an input is not finite
+        if weight.code == "e2m1":  # codes are twice a number
+            middle = _MIDDLE_OF_E2M1
+        elif weight.bits == 8:
             middle = BIAS
-            if weight.bits == 4:
-                middle = MIDDLE if weight.zero is None and weight.minimum is None else 0
-            return _Inputs(integers, one, total, middle * total, squares)
-        if weight.code == "int":
-            return _Inputs(xs, None, total, offset_of(weight) * total, squares)
-        return _Inputs([x * RAISE for x in xs] if is_raised else xs, None, total / unit, 0.0, squares)
+        else:
+            middle = MIDDLE if weight.zero is None and weight.minimum is None else 0
+        ones = jnp.full((1, lanes, WORDS_IN_BLOCK), 0x01010101, jnp.int32)
+        count = _dots([ones] * len(integers[0]), integers, interpret)
+        unit_of_code = one / 2 if weight.code == "e2m1" else one
+        return _Inputs(integers, unit_of_code, middle * count, count.astype(jnp.float32) * one, squares)
 
     def contribution(words: Array, of_group: tuple[Array | None, ...], x: _Inputs) -> Array:
         """Return the sum of each thread for each output, [outputs, lanes], without the scale where a row has one."""
         if x.unit is not None:
-            y = jnp.sum(_dots(weight, words, x.numbers, interpret), axis=-1).astype(jnp.float32) * x.unit - x.added
+            codes = _bytes(weight.code, weight.bits, words, tables, interpret)
+            y = (_dots(codes, x.numbers, interpret) - x.added).astype(jnp.float32) * x.unit
         else:
             if is_converted(weight):
                 codes = [code.astype(jnp.float32) for code in convert_e4m3(words, interpret)]
             else:
                 codes = [decode(weight, words, place, interpret) for place in range(weight.places)]
-            y = jnp.sum(sum(code * one for code, one in zip(codes, x.numbers, strict=True)), axis=-1) - x.added
+            y = jnp.sum(sum(code * one for code, one in zip(codes, x.numbers, strict=True)), axis=-1)
         scale, zero, minimum = of_group
         if scale is None:
             return y
@@ -379,56 +394,59 @@ def quantized_linear_kernel(
 
     program = pl.program_id(0)
     if keeps_inputs:
-        steps = range(num_steps)
-        codes = [load_codes(program, step) for step in steps]
-        kept = [prepare(load_inputs(step)) for step in steps]
+
+        def load_group(index) -> list[_Codes]:
+            return [load_codes(program + index * num_programs, step) for step in range(num_steps)]
+
+        loads_ahead = num_steps == 1  # there are registers for codes of one load
+        first = load_group(0) if loads_ahead else None
+        kept = [prepare(load_inputs(step)) for step in range(num_steps)]
         factor = factor_of(reduce(jnp.add, [x.squares for x in kept]))
         total = jnp.sum(reduce(jnp.add, [x.total for x in kept]))
 
-        def next_group(index, codes):
-            group = program + index * num_programs
-            following = [load_codes(group + num_programs, step) for step in steps]  # in flight in the meantime
-            each = [contributions(*one) for one in zip(codes, kept, strict=True)]
-            finish(group, [reduce(jnp.add, sums) for sums in zip(*each, strict=True)], factor, total)
+        def add_group(index, codes):
+            following = load_group(index + 1) if loads_ahead else None  # in flight in the meantime
+            each = [contributions(*one) for one in zip(codes or load_group(index), kept, strict=True)]
+            sums = [reduce(jnp.add, one) for one in zip(*each, strict=True)]
+            finish(program + index * num_programs, sums, factor, total)
             return following
 
-        jax.lax.fori_loop(0, pl.cdiv(num_groups, num_programs), next_group, codes)
+        jax.lax.fori_loop(0, pl.cdiv(num_groups, num_programs), add_group, first)
         return
 
-    def load_ahead(step) -> list[tuple[Array, Array | None]] | None:
-        """Load inputs with the codes of a step, or None for codes of 8 bits, which leave too few registers."""
-        return load_inputs(step) if weight.bits == 4 else None
-
-    def add(step, loaded: tuple[_Codes, list | None], sums: _Sums) -> _Sums:
-        codes, inputs = loaded
-        x = prepare(load_inputs(step) if inputs is None else inputs)
+    def add(step, codes: _Codes, sums: _Sums) -> _Sums:
+        x = prepare(load_inputs(step))
         added = [y + one for y, one in zip(sums.outputs, contributions(codes, x), strict=True)]
         return _Sums(added, sums.squares + x.squares, sums.inputs + x.total)
 
     def next_step(step, carry):
-        loaded, sums = carry
-        following = load_codes(program, step + 1), load_ahead(step + 1)  # in flight while this step is summed
-        return following, add(step, loaded, sums)
+        codes, sums = carry
+        following = load_codes(program, step + 1)  # in flight while this step is summed
+        return following, add(step, codes, sums)
 
     none = jnp.zeros((1, lanes), jnp.float32)
     sums = _Sums([jnp.zeros((outputs, lanes), jnp.float32)] * len(halves), none, none)
-    if is_converted(weight):
-        sums = jax.lax.fori_loop(0, num_steps, lambda i, sums: add(i, (load_codes(program, i), None), sums), sums)
-    else:
-        loaded = load_codes(program, 0), load_ahead(0)
+    if weight.code == "int" and weight.bits == 8:
+        codes = load_codes(program, 0)
         if num_steps > 1:
-            loaded, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (loaded, sums))
-        sums = add(num_steps - 1, loaded, sums)
+            codes, sums = jax.lax.fori_loop(0, num_steps - 1, next_step, (codes, sums))
+        sums = add(num_steps - 1, codes, sums)
+    else:
+        sums = jax.lax.fori_loop(0, num_steps, lambda i, sums: add(i, load_codes(program, i), sums), sums)
     finish(program, sums.outputs, factor_of(sums.squares), jnp.sum(sums.inputs))
 
 
-def _as_integers(xs: list[Array], code: str, bits: int) -> tuple[list[Array], Array]:
+def _as_integers(
+    xs: list[Array], code: str, bits: int, num_parts: int, interpret: bool
+) -> tuple[list[list[Array]], Array]:
     """Return inputs as integers, whose parts of 8 bits lie in words as `_bytes` leaves the codes.
 
     Args:
         xs: float32 [1, lanes, 4] of each of the 4 or 8 places.
         code: of the codes that multiply them.
         bits: of a code.
+        num_parts: of an integer, 2 or 3.
+        interpret: whether the kernel is interpreted.
 
     Returns:
         int32 [1, lanes, 4] of each part, the lowest first, and in it of each four of the places; and float32
@@ -442,32 +460,80 @@ def _as_integers(xs: list[Array], code: str, bits: int) -> tuple[list[Array], Ar
     def power(n) -> Array:
         return jax.lax.bitcast_convert_type(n << 23, jnp.float32)
 
-    to_integer = _INPUT_BITS[code, bits] + 126 - exponent  # inputs times 2 to this power have so many bits
-    factor = power(127 + to_integer)[:, :, None]
-    integers = [jax.lax.bitcast_convert_type(x * factor + _ROUND, jnp.int32) for x in xs]
-    integers = [x - jnp.int32(0x4B400000) for x in integers]  # the bits of _ROUND
-    numbers = []
-    for part in range(3):
-        for four in fours:
-            bytes_ = [(x >> 8 * part) & 0xFF for x in integers[four]]
-            numbers.append(reduce(jnp.bitwise_or, [byte << 8 * i for i, byte in enumerate(bytes_)]))
-    return numbers, power(127 - to_integer)
+    to_integer = (_INPUT_BITS[code, bits] if num_parts == 3 else _BITS_OF_TWO_PARTS) + 126 - exponent
+    xs = [x * power(127 + to_integer)[:, :, None] for x in xs]  # they will be rounded to integers
+    if num_parts == 2:
+        xs = [jnp.minimum(x, 2.0**_BITS_OF_TWO_PARTS - 1) for x in xs]
+    integers = [jax.lax.bitcast_convert_type(x + _ROUND, jnp.int32) for x in xs]
+    if num_parts == 3:
+        integers = [x - _BITS_OF_ROUND for x in integers]  # two parts are of bits that are 0 in it
+    numbers = [_parts(integers[four], num_parts, interpret) for four in fours]
+    return [list(of_part) for of_part in zip(*numbers, strict=True)], power(127 - to_integer)
+
+
+def _parts(words: list[Array], num_parts: int, interpret: bool) -> list[Array]:
+    """Return the lowest bytes of four words together in a word, then the second bytes, and the third ones."""
+    first, second, third, fourth = words
+
+    def of_pair(x: Array, y: Array) -> Array:
+        return permuted(x, y, 0x5140, interpret)  # the lowest and the second bytes of both
+
+    pairs = of_pair(first, second), of_pair(third, fourth)
+    parts = [permuted(*pairs, 0x5410, interpret), permuted(*pairs, 0x7632, interpret)]
+    if num_parts == 3:
+        thirds = permuted(first, second, 0x62, interpret), permuted(third, fourth, 0x62, interpret)
+        parts.append(permuted(*thirds, 0x5410, interpret))
+    return parts
+
+
+def permuted(x: Array, y: Array, selector: int, interpret: bool) -> Array:
+    """Return words of the bytes of two words that the digits of a selector name: 0 to 3 of x and 4 to 7 of y."""
+    if interpret:
+        digits = [selector >> 4 * i & 15 for i in range(4)]
+        return reduce(jnp.bitwise_or, [((x, y)[n // 4] >> 8 * (n % 4) & 0xFF) << 8 * i for i, n in enumerate(digits)])
+    (word,) = plgpu.elementwise_inline_asm(
+        f"prmt.b32 $0, $1, $2, {selector:#x};",
+        args=[x, y],
+        constraints="=r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.int32)],
+    )
+    return word
 
 
 def bytes_of_e2m1(first: int) -> str:
     """Return the PTX from 4 codes e2m1 in the word $1, from a place on, to the bytes $0: 12 + twice a number.
 
     prmt looks four codes up in a table of 8 bytes by their lower 3 bits; where the sign is set it gives 0, the highest
-    bit of the byte, repeated. The second table is for codes with the sign, which is turned around before.
+    bit of the byte, repeated. The second table is for codes with the sign, which is turned around before. An
+    instruction has room for one constant, so that half of a table comes in a register, $2 and $3 (`_TABLES`).
     """
     lines = [f"shr.b32 w, $1, {4 * first};", "xor.b32 v, w, 0x88888888;"]
-    lines += ["mov.b32 a, 0x0f0e0d0c;", "mov.b32 b, 0x18141210;", "mov.b32 c, 0x090a0b0c;", "mov.b32 d, 0x00040608;"]
-    lines += ["prmt.b32 p, a, b, w;", "prmt.b32 q, c, d, v;", "or.b32 $0, p, q;"]
-    return " ".join(["{ .reg .b32 w, v, p, q, a, b, c, d;", *lines, "}"])
+    lines += ["mov.b32 b, 0x18141210;", "mov.b32 d, 0x00040608;"]
+    lines += ["prmt.b32 p, $2, b, w;", "prmt.b32 q, $3, d, v;", "or.b32 $0, p, q;"]
+    return " ".join(["{ .reg .b32 w, v, p, q, b, d;", *lines, "}"])
 
 
-def _bytes(code: str, bits: int, words: Array, interpret: bool) -> list[Array]:
-    """Return the codes in words in words of 4 bytes: integers as they are, e2m1 as 12 + twice the number."""
+def kept_in_register(number: int, lane: Array) -> Array:
+    """Return a number for each thread in a way that hides from the compiler that it is a constant, int32 like `lane`.
+
+    The compiler moves a constant into a register again and again, before each instruction that takes it from there.
+    """
+    (found,) = plgpu.elementwise_inline_asm(
+        f"{{ .reg .b32 t; mul.hi.u32 t, $1, 3; or.b32 $0, t, {number:#x}; }}",  # t is 0
+        args=[lane],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(lane.shape, jnp.int32)],
+    )
+    return found
+
+
+def _bytes(code: str, bits: int, words: Array, tables: list[Array], interpret: bool) -> list[Array]:
+    """Return the codes in words in words of 4 bytes: integers as they are, e2m1 as 12 + twice the number.
+
+    The tables are `_TABLES`, of a shape that fits `words`.
+    """
     if bits == 8:
         return [words]
     if code == "int":  # even places, odd places
@@ -482,8 +548,8 @@ def _bytes(code: str, bits: int, words: Array, interpret: bool) -> list[Array]:
             continue
         (some,) = plgpu.elementwise_inline_asm(
             bytes_of_e2m1(first),
-            args=[words],
-            constraints="=r,r",
+            args=[words, *(jnp.broadcast_to(table, words.shape) for table in tables)],
+            constraints="=r,r,r,r",
             pack=1,
             result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
         )
@@ -491,16 +557,16 @@ def _bytes(code: str, bits: int, words: Array, interpret: bool) -> list[Array]:
     return found
 
 
-def _dots(weight: Quantized, words: Array, inputs: list[Array], interpret: bool) -> Array:
-    """Return the sums of products of the codes in each word with inputs of `_as_integers`, int32 like `words`."""
-    codes = _bytes(weight.code, weight.bits, words, interpret)
-    y = jnp.zeros_like(words)
-    for part, kind in enumerate(("u32", "u32", "s32")):
-        dot = jnp.zeros_like(words)
-        for some, x in zip(codes, inputs[len(codes) * part :], strict=False):
-            dot = _dot(some, jnp.broadcast_to(x, words.shape), dot, kind, interpret)
-        y += dot << 8 * part
-    return y
+def _dots(codes: list[Array], inputs: list[list[Array]], interpret: bool) -> Array:
+    """Return the sums of products of codes of `_bytes`, int32 [..., 4], with inputs of `_as_integers`, int32 [...]."""
+    sums = []
+    for part, numbers in enumerate(inputs):
+        kind = "s32" if part == len(inputs) - 1 else "u32"
+        dot = jnp.zeros_like(codes[0])
+        for some, x in zip(codes, numbers, strict=True):
+            dot = _dot(some, jnp.broadcast_to(x, some.shape), dot, kind, interpret)
+        sums.append(jnp.sum(dot, axis=-1) << 8 * part)
+    return reduce(jnp.add, sums)
 
 
 def _dot(codes: Array, x: Array, y: Array, kind: str, interpret: bool) -> Array:

@@ -1,10 +1,11 @@
 """The product of up to some hundred rows with a quantised matrix, with the gate or the sum after it.
 
 The kernel reads the matrix once for a block of rows, by copies to shared memory that run several tiles ahead of the
-tensor cores, or for few rows of e4m3 by many programs that wait for their loads in turns. The tensor cores get the
-codes of a tile as one operand of numbers of 16 bits. The threads that read words have all numbers that the tensor
-cores want from them, because the inputs are put in the order of the codes first. Scales and zeros are read one tile
-ahead. Where a matrix has few outputs, several programs share the inputs of an output, and XLA adds their sums.
+tensor cores, or for few rows of e4m3 and of integers of 4 bits by many programs that wait for their loads in turns. The
+tensor cores get the codes of a tile as one operand of numbers of 16 bits. The threads that read words have all numbers
+that the tensor cores want from them, because the inputs are put in the order of the codes first. Scales and zeros are
+read one tile ahead. Where a matrix has few outputs, several programs share the inputs of an output, and XLA adds their
+sums.
 """
 
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
     """
     halves = weight.shape[0] // num_outputs
     words, least_steps = 128 // weight.places, 8
+    is_few = num_rows <= 16
     if not has_pairs(weight, dtype):
         words = 16 if weight.group[1] == 16 * weight.places else 32
         tiling, programs_wanted = Tiling(64 // halves, words, 4, 4 if num_rows <= 32 else 3), 2 * NUM_MULTIPROCESSORS
@@ -92,17 +94,17 @@ def default_tiling(weight: Quantized, num_outputs: int, num_rows: int, dtype: DT
         programs_wanted = 3 * NUM_MULTIPROCESSORS // 4
     elif num_rows > 64:
         tiling, programs_wanted = Tiling(128 // halves, words // 2, 4, 3, rows=128), 3 * NUM_MULTIPROCESSORS // 4
+    elif is_few and weight.code == "e2m1":
+        tiling, programs_wanted, least_steps = Tiling(64 // halves, words, 4, 3), 4 * NUM_MULTIPROCESSORS, 2
     elif weight.code == "e2m1":
-        is_few = num_rows <= 16
-        tiling, programs_wanted = Tiling(64 // halves if is_few else 64, words, 4, 4), NUM_MULTIPROCESSORS
-    elif num_rows <= 16 and scaled_dtype(weight, num_rows) == jnp.float16:
+        tiling, programs_wanted = Tiling(64, words, 4, 4), NUM_MULTIPROCESSORS
+    elif is_few and (weight.bits == 4 or scaled_dtype(weight, num_rows) == jnp.float16):
         # Programs that wait for their loads in turns are faster than copies that run ahead of the tensor cores.
-        tiling, least_steps = Tiling(64 // halves, words, 4, 1), 2
+        tiling, least_steps = Tiling(64 // halves, 32, 4, 1), 2
         programs_wanted = (2 if halves > 1 else 4) * 15 * NUM_MULTIPROCESSORS // 16
-    elif num_rows <= 16:
-        num_warps, half_programs = (2 * halves, 6) if weight.bits == 4 else (2, 3)
+    elif is_few:
         outputs = 64 // halves if weight.code == "e4m3" else 64
-        tiling, programs_wanted = Tiling(outputs, words, num_warps, 4), half_programs * NUM_MULTIPROCESSORS // 2
+        tiling, programs_wanted = Tiling(outputs, words, 2, 4), 3 * NUM_MULTIPROCESSORS // 2
     else:
         tiling, programs_wanted = Tiling(128 // halves, words, 4, 3), NUM_MULTIPROCESSORS
     programs = pl.cdiv(num_outputs, tiling.outputs) * pl.cdiv(num_rows, tiling.rows)

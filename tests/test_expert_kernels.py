@@ -140,7 +140,7 @@ def test_tilings_of_pairs(case, tiling, interpret):
     got = jax.jit(partial(expert_rows.products, **options))(x, params["experts_gate_up"], expert)
     each = np.einsum("pk,pnk->pn", np.asarray(x, np.float64)[row], floats["experts_gate_up"][expert])
     both = ffn.split(jnp.asarray(each + floats["experts_gate_up_bias"][expert], jnp.float32))
-    assert error(got, np.asarray(ffn.gate(*both), np.float64)) < 1e-5
+    assert error(got, np.asarray(ffn.gate(*both), np.float64)) < 1e-4
 
 
 CHOICES = [  # a router of each kind, for rows that pad to a power of two and that do not
