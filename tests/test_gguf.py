@@ -209,7 +209,8 @@ def test_byte_level_tokenizers():
         "tekken": ["He", "LLo", "'s", " ", "1", "2", "3", "4", "!/"],  # of Mistral Small 3
         "glm4": ["HeLLo", "'s", " ", "123", "4", "!/"],
     }
-    kinds["dbrx"] = kinds["glm4"]  # of OLMo 2
+    kinds["dbrx"] = kinds["glm4"]  # of OLMo 2 and Granite 4
+    kinds["pixtral"] = kinds["tekken"]  # of Nemotron
     for pre, words in kinds.items():
         split = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).pre_tokenizer
         places = [place for _, place in split.pre_tokenize_str("HeLLo's 1234!/")]

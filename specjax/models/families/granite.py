@@ -92,11 +92,18 @@ class _MixtureNames:
         """Read the parameters of a mixture, as `Experts.shapes` names them."""
         block, number = f"{layer}.block_sparse_moe", ffn.router.num_experts
         hidden, size = config.hidden_size, config.expert_size
+        if f"{block}.input_linear.weight" in tensors:
+            gate_up = tensors.stacked(f"{block}.input_linear.weight", number, 2 * size, hidden)
+            out = tensors.stacked(f"{block}.output_linear.weight", number, hidden, size)
+        else:  # in GGUF
+            each = [f"{block}.experts.{i}" for i in range(number)]
+            gate_up = tensors.stack(hidden, [{f"{one}.w1.weight": size, f"{one}.w3.weight": size} for one in each])
+            out = tensors.stack(size, [{f"{one}.w2.weight": hidden} for one in each])
         beside = llama.mlp_params(config, GatedMLP(size=config.shared_size), tensors, layer, SHARED_MLP)
         return {
             "router": tensors.table(f"{block}.router.layer.weight", number, hidden),
-            "experts_gate_up": tensors.stacked(f"{block}.input_linear.weight", number, 2 * size, hidden),
-            "experts_out": tensors.stacked(f"{block}.output_linear.weight", number, hidden, size),
+            "experts_gate_up": gate_up,
+            "experts_out": out,
             "shared_gate_up": beside["gate_up"],
             "shared_out": beside["mlp_out"],
         }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specjax.models.gguf import delta_nets, latents
+from specjax.models.gguf import delta_nets, latents, mamba
 from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header
@@ -152,12 +152,23 @@ def _smollm3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 def _granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     fields.only("attention.sliding_window", 0)
     fields.only("rope.scaling.finetuned", True)  # false stands for layers without rotary positions
+    return _factors_of_granite(fields) | {"mlp_bias": _has_mlp_bias(fields)}
+
+
+def _granite_hybrid(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "granitemoehybrid",
+        **mamba.sizes_of_granite(fields, config),
+        **_factors_of_granite(fields),
+    }
+
+
+def _factors_of_granite(fields: Fields) -> dict[str, Any]:
     return {
         "attention_multiplier": fields.get("attention.scale", float),
         "embedding_multiplier": fields.get("embedding_scale", float, 1.0),
         "residual_multiplier": fields.get("residual_scale", float, 1.0),
         "logits_scaling": fields.get("logit_scale", float, 1.0),
-        "mlp_bias": _has_mlp_bias(fields),
     }
 
 
@@ -270,6 +281,7 @@ class Architecture:
     has_experts: bool = False  # whether layers may have experts, as one tensor of all
     has_latents: bool = False  # whether keys and values are made of latents, and have other sizes
     has_own_rope: bool = False  # whether `fields` reads how heads turn
+    has_kinds_of_layers: bool = False  # whether layers may lack attention or an MLP
     has_sizes_of_layers: bool = False  # whether layers may have different numbers of heads and widths
     has_ordered_tokens: bool = False  # whether merges follow the ids of tokens and not their scores
     # The tensors of transformers that a tensor with such a name holds, given config.json.
@@ -335,6 +347,16 @@ QWEN35 = Architecture(
     holds=partial(delta_nets.in_order, is_tiled=True),
 )
 QWEN35_MOE = replace(QWEN35, fields=_qwen3_5_moe, names=OF_EXPERTS + delta_nets.OF_LAYER, has_experts=True)
+NEMOTRON_H = Architecture(
+    fields=mamba.sizes_of_nemotron,
+    names=mamba.OF_NEMOTRON,
+    has_halves_between=True,
+    has_partial_rotary=True,  # heads do not turn, and the field says something else
+    has_experts=True,
+    has_own_rope=True,
+    has_kinds_of_layers=True,
+    holds=mamba.of_nemotron,
+)
 ARCHITECTURES = {
     "llama": Architecture(fields=_llama, names=OF_MIXTRAL, has_halves_between=True, has_experts=True),
     "qwen2": Architecture(),
@@ -369,6 +391,16 @@ ARCHITECTURES = {
         has_sizes_of_layers=True,
     ),
     "granite": Architecture(fields=_granite, has_halves_between=True),
+    "granitehybrid": Architecture(
+        fields=_granite_hybrid,
+        names=mamba.OF_GRANITE,
+        has_halves_between=True,
+        has_experts=True,
+        has_kinds_of_layers=True,
+        holds=mamba.as_vectors,
+    ),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "olmo2": Architecture(names=POST_NORMS),
     "phi3": Architecture(
         fields=_phi3,

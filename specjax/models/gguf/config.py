@@ -37,9 +37,11 @@ def config_of(header: Header) -> dict[str, Any]:
         raise ValueError(f"{place} must be in [1, {MAX_LAYERS}], got {number}")
     widths = fields.of_layers("feed_forward_length", number, *([expert_size] if expert_size else []))
     heads = config["num_attention_heads"]
+    kv_heads = fields.of_layers("attention.head_count_kv", number, heads)
+    if architecture.has_kinds_of_layers:  # 0 is of a layer without attention, or without an MLP
+        kv_heads, widths = ([size for size in sizes if size] or [0] for sizes in (kv_heads, widths))
     if heads < 1 or "token_embd.weight" not in header.tensors:
         raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
-    kv_heads = fields.of_layers("attention.head_count_kv", number, heads)
     if min(kv_heads) < 1:
         place = f"{fields.architecture}.attention.head_count_kv in {header.path}"
         raise ValueError(f"{place} must be at least 1, got {min(kv_heads)}")

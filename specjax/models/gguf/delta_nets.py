@@ -26,7 +26,6 @@ OF_LAYER = (  # names of tensors of a layer in GGUF and in transformers
     *((f"ffn_{name}_shexp", f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down")),
     *((f"nextn.{name}", f"nextn.{name}") for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")),
 )
-MAX_SIZE = 1 << 20  # of heads, and of their numbers
 OF_MTP = {  # names of tensors of the drafter that belong to no layer
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -37,28 +36,17 @@ OF_MTP = {  # names of tensors of the drafter that belong to no layer
 
 def sizes(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that config.json has for layers of gated delta nets, and for those that attend."""
-    heads, number = fields.get("ssm.time_step_rank", int), fields.get("nextn_predict_layers", int, 0)
-    inner, key_heads = fields.get("ssm.inner_size", int), fields.get("ssm.group_count", int)
-    key_size = fields.get("ssm.state_size", int)
-    for name, size, of in (
-        ("group_count", key_heads, 1),
-        ("state_size", key_size, 1),
-        ("time_step_rank", heads, key_heads),
-        ("inner_size", inner, heads),
-    ):
-        if not 1 <= size <= MAX_SIZE or size % of:
-            place = f"{fields.architecture}.ssm.{name} in {fields.header.path}"
-            raise ValueError(f"{place} must be a multiple of {of} in [1, {MAX_SIZE}], got {size}")
+    of_net, number = fields.recurrent_sizes(), fields.get("nextn_predict_layers", int, 0)
     return {
         "num_hidden_layers": config["num_hidden_layers"] - number,
         "mtp_num_hidden_layers": number,
         "full_attention_interval": fields.get("full_attention_interval", int, 4),
         "partial_rotary_factor": fields.get("rope.dimension_count", int, config["head_dim"]) / config["head_dim"],
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": key_size,
-        "linear_value_head_dim": inner // heads,
-        "linear_conv_kernel_dim": fields.get("ssm.conv_kernel", int),
+        "linear_num_key_heads": of_net.num_groups,
+        "linear_num_value_heads": of_net.num_heads,
+        "linear_key_head_dim": of_net.state_size,
+        "linear_value_head_dim": of_net.head_size,
+        "linear_conv_kernel_dim": of_net.conv_size,
     }
 
 

@@ -1,10 +1,21 @@
 """The fields of a GGUF file that belong to its architecture."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.models.gguf.header import Header
 
 _REQUIRED = object()
+MAX_SIZE = 1 << 20  # of recurrent heads, and of their numbers
+
+
+class RecurrentSizes(NamedTuple):
+    """The sizes of layers that recur."""
+
+    num_groups: int  # of heads
+    num_heads: int
+    state_size: int
+    head_size: int
+    conv_size: int
 
 
 class Fields:
@@ -33,6 +44,21 @@ class Fields:
             full = f"{self.architecture}.{name}"
             raise ValueError(f"{full} in {self.header.path} must be an integer, or {number} of them, got {found!r}")
         return found
+
+    def recurrent_sizes(self) -> RecurrentSizes:
+        """Return the sizes of layers that recur, as files of all such architectures have them."""
+        heads, inner = self.get("ssm.time_step_rank", int), self.get("ssm.inner_size", int)
+        groups, state_size = self.get("ssm.group_count", int), self.get("ssm.state_size", int)
+        for name, size, of in (
+            ("group_count", groups, 1),
+            ("state_size", state_size, 1),
+            ("time_step_rank", heads, groups),
+            ("inner_size", inner, heads),
+        ):
+            if not 1 <= size <= MAX_SIZE or size % of:
+                place = f"{self.architecture}.ssm.{name} in {self.header.path}"
+                raise ValueError(f"{place} must be a multiple of {of} in [1, {MAX_SIZE}], got {size}")
+        return RecurrentSizes(groups, heads, state_size, inner // heads, self.get("ssm.conv_kernel", int))
 
     def yarn(self) -> dict[str, Any] | None:
         """Return the field rope_scaling of config.json where the file scales as YaRN does, else None."""

@@ -44,7 +44,7 @@ class Place:
         """Return a part of the tensor as floats."""
         shape, kind = self.shape, self.kind
         if len(shape) == 1:
-            values = floats_of(np.ascontiguousarray(header.bytes_of(self.entry)), kind)[0]
+            values = floats_of(np.ascontiguousarray(header.bytes_of(self.entry)), kind).ravel()
             values = values if self.rows is None else values[self.rows]
             return (values if self.change is None else self.change(values))[index]
         first, *rest = index
