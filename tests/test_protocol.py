@@ -308,6 +308,22 @@ CHAT_REFUSED = [
         "one of the tools",
     ),
     ({"tool_choice": "required"}, "tool_choice", "where there are no tools"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools.tools",
+        "one or more of the tools",
+    ),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "x"}}]},
+            },
+        },
+        "tool_choice.allowed_tools.tools",
+        "the name of one of the tools",
+    ),
     ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "x"}, "guided_regex", "together"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "may set"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template", "may set"),
@@ -464,6 +480,28 @@ class TestTools:
         forced = chat(served, tools=[TOOL, OTHER], tool_choice=choice)
         assert forced.tools.forced == "weather" and forced.params.guided_decoding == guided.JsonSchema(WEATHER)
         assert chat(served, tools=[TOOL], tool_choice="required").tools.forced == "weather"
+        named = {"function": {"name": "weather"}}
+        assert chat(served, tools=[TOOL, OTHER], tool_choice=named).tools.forced == "weather"
+
+    @pytest.mark.parametrize(
+        ("mode", "chosen", "expected"),
+        [
+            ("auto", ["time"], (("time",), None, False)),
+            ("auto", ["time", "weather"], (("weather", "time"), None, False)),
+            ("required", ["time"], (("time",), "time", False)),
+            ("required", ["time", "weather"], (("weather", "time"), None, True)),
+        ],
+    )
+    def test_a_choice_of_several(self, served, mode, chosen, expected):
+        """The template describes all tools, so that the beginning of a prompt stays the same."""
+        named = [{"type": "function", "function": {"name": name}} for name in chosen]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        call = chat(served, tools=[TOOL, OTHER], tool_choice=choice)
+        assert (call.tools.names, call.tools.forced, call.tools.is_required) == expected
+        assert len(call.tools.described) == 2 and (call.constraint is None) == (mode == "auto")
+        assert call.prompts == chat(served, tools=[TOOL, OTHER]).prompts
+        text = '{"name": "weather", "arguments": {"city": "Rome"}}'
+        assert (find_calls(text, call.tools)[0] == "") == ("weather" in chosen or mode == "required")
 
     def test_grammar_of_one_of_several(self, served):
         pytest.importorskip("outlines_core")

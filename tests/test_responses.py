@@ -142,13 +142,21 @@ class TestBodies:
             ("auto", (("weather", "time"), None, False, False)),
             ("required", (("weather", "time"), None, True, False)),
             ({"type": "function", "name": "time"}, (("time",), "time", False, False)),
+            (
+                {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]},
+                (("time",), None, False, False),
+            ),
+            (
+                {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]},
+                (("time",), "time", False, False),
+            ),
         ],
     )
     def test_choice_of_a_tool(self, served, choice, expected):
         call = read(served, tools=[TOOL, OTHER], tool_choice=choice)
         tools = call.tools
         assert (tools.names, tools.forced, tools.is_required, tools.is_single) == expected
-        assert (call.constraint is None) == (choice == "auto")
+        assert (call.constraint is None) == (not (tools.forced or tools.is_required))
         assert (call.repeated["tools"], call.repeated["tool_choice"]) == ([TOOL, OTHER], choice)
         assert read(served, tools=[TOOL], tool_choice="none").tools is None
         assert read(served, tools=[TOOL], parallel_tool_calls=False).tools.is_single
@@ -198,6 +206,18 @@ class TestBodies:
                 "one of the tools",
             ),
             ({"tool_choice": "required"}, "tool_choice", "no tools"),
+            (
+                {
+                    "tools": [TOOL],
+                    "tool_choice": {
+                        "type": "allowed_tools",
+                        "mode": "auto",
+                        "tools": [{"type": "function", "name": "no"}],
+                    },
+                },
+                "tool_choice.tools",
+                "the name of one of the tools",
+            ),
             ({"include": ["everything"]}, "include[0]", "one of"),
             ({"max_tokens": 3}, "max_tokens", "unknown field"),
             ({"n": 2}, "n", "unknown field"),

@@ -352,14 +352,8 @@ class Engine:
             raise QueueFull(f"{MAX_WAITING_OF_CLIENT} grammars of this client wait already")
         with self._changed:
             self._check_open()
-            waiting = self._live.keys() - {job.owner for job in self._scheduler.running}
-            if self._max_waiting is not None and len(waiting) >= self._max_waiting:
-                raise QueueFull(f"{len(waiting)} requests wait already, max_waiting is {self._max_waiting}")
-            if self._max_waiting is not None and client is not None:
-                num_of_client = sum(each._client == client for each in waiting)
-                most = self._max_waiting - self._max_waiting // 8
-                if num_of_client >= most:
-                    raise QueueFull(f"{num_of_client} requests of this client wait already, the most is {most}")
+            if self._max_waiting is not None:
+                self._check_waiting(client, self._max_waiting)
             self._live[request] = None
             self._num_prompt_tokens += len(ids)
             if request._source is None:
@@ -369,6 +363,16 @@ class Engine:
             request._grammar = self._compiler.request(request._source, client)
             request._grammar.add_done_callback(lambda _: self._send(self._compiled, request))
         return request
+
+    def _check_waiting(self, client: str | None, most: int) -> None:
+        """Raise QueueFull where as many requests wait as may, of all clients or of one."""
+        waiting = self._live.keys() - {job.owner for job in self._scheduler.running}
+        if len(waiting) >= most:
+            raise QueueFull(f"{len(waiting)} requests wait already, max_waiting is {most}")
+        if client is not None:
+            num_of_client, most_of_client = sum(each._client == client for each in waiting), most - most // 8
+            if num_of_client >= most_of_client:
+                raise QueueFull(f"{num_of_client} requests of this client wait already, the most is {most_of_client}")
 
     async def generate(
         self,

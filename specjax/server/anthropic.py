@@ -251,7 +251,7 @@ def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     if chosen is None:
         if choice["name"] not in [tool["name"] for tool in tools]:
             raise refusal("tool_choice.name", "the name of one of the tools", choice["name"])
-        chosen = {"function": {"name": choice["name"]}}
+        chosen = {"type": "function", "function": {"name": choice["name"]}}
     return {
         "tools": [{"function": {**tool, "parameters": tool["input_schema"]}} for tool in tools],
         "tool_choice": chosen,

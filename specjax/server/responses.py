@@ -40,7 +40,7 @@ from specjax.server.messages import (
 from specjax.server.protocol import Call, Constraint
 from specjax.server.served import Served
 from specjax.server.streams import event
-from specjax.server.tools import FUNCTION, MAX_TOOLS, ToolCall, choose_tools
+from specjax.server.tools import FUNCTION, MAX_TOOLS, MODE, ToolCall, choose_tools
 
 NOTHING_STORED = "this server stores no answers; give the turns before as items of input"
 NO_TOOLS = "because the server has no tools of its own"
@@ -90,6 +90,7 @@ INPUT = Either(
     ),
     about="The conversation so far: a text of the user, or items, those of former answers among them.",
 )
+CHOSEN = Object({"name": NAME}, ["name"])
 TOOL_FIELDS: dict[str, Kind] = {
     "tools": ListOf(
         Tagged("type", {"function": FUNCTION}, noun=f"'function', {NO_TOOLS}"),
@@ -99,7 +100,17 @@ TOOL_FIELDS: dict[str, Kind] = {
     "tool_choice": Either(
         (
             Choice(["none", "auto", "required"]),
-            Tagged("type", {"function": Object({"name": NAME}, ["name"])}, noun="'function'"),
+            Tagged(
+                "type",
+                {
+                    "function": CHOSEN,
+                    "allowed_tools": Object(
+                        {"mode": MODE, "tools": ListOf(Tagged("type", {"function": CHOSEN}), MAX_TOOLS)},
+                        ["mode", "tools"],
+                    ),
+                },
+                noun="'function' or 'allowed_tools'",
+            ),
         ),
         about="Whether the answer calls a tool, and which; default: auto.",
     ),
@@ -266,9 +277,19 @@ def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat that say the same of its tools."""
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
     if isinstance(choice, dict):
-        if choice["name"] not in [tool["name"] for tool in tools]:
-            raise refusal("tool_choice.name", "the name of one of the tools", choice["name"])
-        choice = {"function": {"name": choice["name"]}}
+        is_one, known = choice["type"] == "function", [tool["name"] for tool in tools]
+        named = [choice["name"]] if is_one else [tool["name"] for tool in choice["tools"]]
+        for name in named:
+            if name not in known:
+                path = "tool_choice.name" if is_one else "tool_choice.tools"
+                raise refusal(path, "the name of one of the tools", name)
+        if not named:
+            raise refusal("tool_choice.tools", "one or more of the tools", named)
+        chosen = [{"function": {"name": name}} for name in named]
+        if is_one:
+            choice = {"type": "function", **chosen[0]}
+        else:
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": chosen}}
     return {"tools": [{"function": tool} for tool in tools], "tool_choice": choice}
 
 

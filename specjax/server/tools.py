@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Text, refusal
+from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Tagged, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
 from specjax.server.tool_texts import BAR, INNER_TAGS, calls_of, load, named_objects_of, objects_of
 
@@ -45,12 +45,24 @@ FUNCTION = Object(
 )
 FUNCTION_TYPE = Choice(["function"])
 TOOL = Object({"type": FUNCTION_TYPE, "function": FUNCTION, "cache_control": IGNORED}, ["type", "function"])
-CHOSEN = Object({"type": FUNCTION_TYPE, "function": Object({"name": Text(MAX_NAME_LENGTH)}, ["name"])}, ["function"])
+CHOSEN = Object({"function": Object({"name": Text(MAX_NAME_LENGTH)}, ["name"])}, ["function"])
+MODE = Choice(["auto", "required"], about="Whether the answer must call one of them.")
+ALLOWED = Object(
+    {"mode": MODE, "tools": ListOf(Tagged("type", {"function": CHOSEN}, default="function"), MAX_TOOLS)},
+    ["mode", "tools"],
+)
 TOOL_FIELDS: dict[str, Kind] = {
     "tools": ListOf(TOOL, MAX_TOOLS, about="Functions that the model may call."),
     "tool_choice": Either(
-        (Choice(["none", "auto", "required"]), CHOSEN),
-        about="Whether the answer calls a tool; default: auto.",
+        (
+            Choice(["none", "auto", "required"]),
+            Tagged(
+                "type",
+                {"function": CHOSEN, "allowed_tools": Object({"allowed_tools": ALLOWED}, ["allowed_tools"])},
+                default="function",
+            ),
+        ),
+        about="Whether the answer calls a tool, and which may be called; default: auto.",
     ),
     "parallel_tool_calls": Boolean(about="Whether an answer may have several calls; default: true."),
 }
@@ -90,17 +102,14 @@ def choose_tools(given: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any]
     functions = {tool["function"]["name"]: tool["function"] for tool in described}
     if len(functions) != len(described):
         raise refusal("tools", "functions of different names", given["tools"])
-    choice = _choice(given.get("tool_choice", "auto"), list(functions))
-    if not described or choice == "none":
+    mode, names = _choice(given.get("tool_choice", "auto"), tuple(functions))
+    if not described or mode == "none":
         return None, None
-    names, is_single = tuple(functions), not given.get("parallel_tool_calls", True)
-    if choice == "auto":
-        return Tools(described, names, is_single=is_single), None
-    if choice == "required" and len(names) > 1:
-        calls = [_call_schema(functions[name]) for name in names]
-        return Tools(described, names, is_required=True), {"anyOf": calls}
-    forced = next(iter(functions)) if choice == "required" else choice.removeprefix("function ")
-    return Tools(described, (forced,), forced), _arguments_schema(functions[forced])
+    if mode == "auto":
+        return Tools(described, names, is_single=not given.get("parallel_tool_calls", True)), None
+    if len(names) == 1:
+        return Tools(described, names, names[0]), _arguments_schema(functions[names[0]])
+    return Tools(described, names, is_required=True), {"anyOf": [_call_schema(functions[name]) for name in names]}
 
 
 def _described(function: dict[str, Any]) -> dict[str, Any]:
@@ -109,16 +118,27 @@ def _described(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: function[name] for name in names if name in function}}
 
 
-def _choice(choice: str | dict[str, Any], names: Sequence[str]) -> str:
-    """Return "none", "auto", "required", or "function " and the name of the tool that must be called."""
+def _choice(choice: str | dict[str, Any], names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return "none", "auto" or "required", and the names of the tools that may be called, in the order of `names`."""
     if isinstance(choice, str):
         if choice == "required" and not names:
             raise refusal("tool_choice", "none or auto where there are no tools", choice)
-        return choice
-    name = choice["function"]["name"]
+        return choice, names
+    if choice["type"] == "function":
+        return "required", _known(choice, names, "tool_choice.function.name")
+    allowed, path = choice["allowed_tools"], "tool_choice.allowed_tools.tools"
+    if not allowed["tools"]:
+        raise refusal(path, "one or more of the tools", allowed["tools"])
+    chosen = {name for tool in allowed["tools"] for name in _known(tool, names, path)}
+    return allowed["mode"], tuple(name for name in names if name in chosen)
+
+
+def _known(tool: Mapping[str, Any], names: tuple[str, ...], path: str) -> tuple[str]:
+    """Return the name of a tool that a choice names, after a check."""
+    name = tool["function"]["name"]
     if name not in names:
-        raise refusal("tool_choice.function.name", "the name of one of the tools", name)
-    return f"function {name}"
+        raise refusal(path, "the name of one of the tools", name)
+    return (name,)
 
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
