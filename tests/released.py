@@ -668,7 +668,7 @@ RELEASED = {
                 "output_router_logits": False,
                 "pad_token_id": 200018,
                 "rms_norm_eps": 1e-05,
-                "rope_scaling": LLAMA31_SCALING,
+                "rope_scaling": LLAMA31_SCALING | {"factor": 16.0, "high_freq_factor": 1.0},
                 "rope_theta": 500000.0,
                 "router_aux_loss_coef": 0.001,
                 "router_jitter_noise": 0.0,
@@ -680,7 +680,7 @@ RELEASED = {
             "torch_dtype": "bfloat16",
             "transformers_version": "4.51.0.dev0",
         },
-        {"rope_theta": 5e5, "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192), "layers": (LLAMA4,) * 3},
+        {"rope_theta": 5e5, "rope_scaling": Llama3Scaling(16.0, 1.0, 1.0, 8192), "layers": (LLAMA4,) * 3},
     ),
     "ERNIE 4.5 21B A3B": (
         "ernie4_5_moe",

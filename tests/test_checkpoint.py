@@ -221,7 +221,7 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
             {"rope_scaling": {"type": "linear", "factor": 0}},
             "scaling.factor .* must be positive and finite, got 0",
         ),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor .* below high_freq_factor = 4.0, got 4.0"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5}}, "low_freq_factor .* most high_freq_factor = 4.0, got 5.0"),
         (
             {"rope_scaling": {"type": "ntk"}},
             "rope_scaling.type .* 'llama3' or 'yarn' .*, got 'ntk'",

@@ -22,6 +22,7 @@ from specjax.models.layer import LayerConfig
 from specjax.models.rope import (
     DynamicScaling,
     LinearScaling,
+    Llama3Scaling,
     LongRopeScaling,
     ProportionalScaling,
     Rope,
@@ -40,6 +41,19 @@ POSITIONS = np.array([[0, 3, 40]], np.int32)
 def test_dynamic_scaling_raises_the_base_past_the_trained_length(length, expected):
     found = DynamicScaling(4.0, 16, 100.0)(frequencies(8, 100.0), length)
     np.testing.assert_allclose(found, expected ** (-np.arange(4) / 4), rtol=1e-5)
+
+
+@pytest.mark.parametrize("high", [1.0, 4.0])
+def test_llama3_scaling_is_that_of_transformers(high):
+    """Llama 4 Scout has no frequencies between low ones and high ones."""
+    transformers = pytest.importorskip("transformers")
+    scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": high}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=1, rope_parameters=scaling)
+    expected, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, None)
+    found = Llama3Scaling(16.0, 1.0, high, 8192)(frequencies(64, 5e5))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    assert len({*np.round(np.asarray(found / frequencies(64, 5e5)), 3)}) == (2 if high == 1 else 5)
 
 
 def test_longrope_takes_the_list_of_the_room_of_a_row():

@@ -42,10 +42,10 @@ class Llama3Scaling:
     """Divide the low frequencies by a factor, keep the high ones, and interpolate linearly between them.
 
     A frequency is low if it makes fewer than `low` turns in `original_length` positions, and high if it makes more than
-    `high`.
+    `high`. Where both are the same, as in Llama 4 Scout, there are none between.
 
     Raises:
-        ValueError: `low` is not below `high`.
+        ValueError: `low` is above `high`.
     """
 
     factor: float
@@ -54,8 +54,8 @@ class Llama3Scaling:
     original_length: int
 
     def __post_init__(self):
-        if self.low >= self.high:
-            raise ValueError(f"low_freq_factor must be below high_freq_factor = {self.high}, got {self.low}")
+        if self.low > self.high:
+            raise ValueError(f"low_freq_factor must be at most high_freq_factor = {self.high}, got {self.low}")
 
     @property
     def magnitude(self) -> float:
@@ -63,6 +63,8 @@ class Llama3Scaling:
 
     def __call__(self, frequency: Array, length: int | None = None) -> Array:
         turns = self.original_length * frequency / (2 * math.pi)
+        if self.low == self.high:
+            return jnp.where(turns < self.low, frequency / self.factor, frequency)
         kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return frequency * (kept + (1 - kept) / self.factor)
 

@@ -184,8 +184,8 @@ def _scaling(
     if kind == "longrope":
         return _longrope(config, rope, size // 2, length)
     factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise ValueError(f"{rope.where('low_freq_factor')} must be below high_freq_factor = {high}, got {low}")
+    if low > high:
+        raise ValueError(f"{rope.where('low_freq_factor')} must be at most high_freq_factor = {high}, got {low}")
     return Llama3Scaling(factor, low, high, length)
 
 
