@@ -11,6 +11,7 @@ from specjax.models import load
 from specjax.models.gguf.blocks import matrix_of
 from specjax.models.gguf.header import read_header
 from specjax.models.quantized import dequantize
+from specjax.models.rope import Llama3Scaling
 
 gguf = pytest.importorskip("gguf")
 
@@ -100,6 +101,19 @@ CASES = {
             "add_rope_scaling_yarn_beta_fast": 2.0,
         },
     ),
+    "llama4": (
+        "llama4",
+        {
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "intermediate_size": 20,
+            "intermediate_size_mlp": 48,
+        },
+        {"add_expert_count": 6, "add_expert_used_count": 1, "add_expert_feed_forward_length": 20}
+        | {"add_feed_forward_length": 48, "add_interleave_moe_layer_step": 1},
+    ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4}, {}),
     "granite": (
         "granite",
@@ -138,7 +152,9 @@ def apart(tensors):
         if ".experts." not in name:
             found[name] = values
             continue
-        if ".mlp." not in name and ".block_sparse_moe." not in name:  # of Gemma 4
+        if ".feed_forward." in name:  # of Llama 4
+            values = values.swapaxes(1, 2)
+        elif ".mlp." not in name and ".block_sparse_moe." not in name:  # of Gemma 4
             found[f"{name}.weight"] = values
             continue
         is_gpt_oss = f"{name.removesuffix('_bias').removesuffix('_proj')}_proj_bias" in tensors
@@ -155,7 +171,7 @@ def apart(tensors):
     return found
 
 
-def write_gguf(path, architecture, config, tensors, fields, **kinds):
+def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kinds):
     """Write a file with the names of the package; `kinds` are types of tensors by a part of their names."""
     writer = gguf.GGUFWriter(path, architecture)
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -190,6 +206,8 @@ def write_gguf(path, architecture, config, tensors, fields, **kinds):
             name = name.replace("kv_b", "v_b")
         values = np.ascontiguousarray(values)
         writer.add_tensor(name_in(names, name), values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
+    for name, values in dict(of_config).items():
+        writer.add_tensor(name, values)
     if architecture == "gemma4":
         turns = config["rope_parameters"]
         turned = round(turns["full_attention"]["partial_rotary_factor"] * 12)
@@ -215,6 +233,26 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
     architecture = architecture.partition(" ")[0]
     model = load(write_gguf(tmp_path / "model.gguf", architecture, config, tensors, fields))
     assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("number", "factor"), [(6, 16.0), (128, None)])
+def test_llama4_scout_and_maverick(number, factor, tmp_path):
+    """The file of Scout has factors of its scaling. Maverick lacks the norms of queries and keys, and its scaling."""
+    case, changes, fields = CASES["llama4"]
+    config = ALL[case] | changes | {"head_dim": 16, "num_local_experts": number}
+    of_scaling = {}
+    if factor is not None:
+        turns = 8192 * 500.0 ** -(np.arange(0, 16, 2) / 16) / (2 * np.pi)
+        of_scaling["rope_freqs.weight"] = np.where(turns < 1, factor, 1).astype(np.float32)
+    tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
+    for name in [name for name in tensors if ".experts." in name or ".router." in name]:
+        tensors[name] = np.resize(tensors[name], (number, *tensors[name].shape[1:]))
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama4", config, tensors, fields | {"add_expert_count": number}, of_config=of_scaling
+    )
+    found = load(path).apply.config
+    assert found.rope.scaling == (None if factor is None else Llama3Scaling(factor, 1.0, 1.0, 8192))
+    assert all(layer.mixer.has_unit_norms == (number != 128) for layer in found.each_layer)
 
 
 def mlp_first(name):

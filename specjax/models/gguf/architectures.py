@@ -25,6 +25,8 @@ OF_LAYER = {
     "ffn_norm": "post_attention_layernorm",
 }
 LAYERS_OF_GEMMA3_27B = 62
+CHUNK_OF_LLAMA4 = 8192  # tokens of a part of a sequence, which files do not say
+EXPERTS_OF_MAVERICK = 128  # Llama 4 Maverick lacks the norms of queries and keys of Scout
 LAYERS_OF_27B = 46  # Gemma 2 of 27 billion parameters scales its queries by the width of a head in the hidden size
 
 
@@ -190,6 +192,19 @@ def _llama(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return found | {"model_type": "mixtral", "intermediate_size": found.pop("moe_intermediate_size")}
 
 
+def _llama4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", CHUNK_OF_LLAMA4)
+    found = _experts(fields, "num_local_experts")
+    return found | {
+        "model_type": "llama4_text",
+        "intermediate_size": found.pop("moe_intermediate_size"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": fields.get("interleave_moe_layer_step", int, 1),
+        "attention_chunk_size": CHUNK_OF_LLAMA4,
+        "use_qk_norm": found["num_local_experts"] != EXPERTS_OF_MAVERICK,
+    }
+
+
 def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     fields.only("attention.sliding_window", 0)
     return _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
@@ -299,6 +314,12 @@ class Architecture:
 
 POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
 GEMMA_NORMS = (("ffn_norm", "pre_feedforward_layernorm"), *POST_NORMS)
+OF_LLAMA4 = (
+    *((f"ffn_{name}", f"feed_forward.{name}_proj") for name in ("gate", "up", "down")),
+    *((f"ffn_{name}_exps", f"feed_forward.experts.*.{name}_proj") for name in ("gate", "up", "down")),
+    *((f"ffn_{name}_shexp", f"feed_forward.shared_expert.{name}_proj") for name in ("gate", "up", "down")),
+    ("ffn_gate_inp", "feed_forward.router"),
+)
 # The star stands for the number of an expert.
 OF_EXPERTS = (
     ("ffn_gate_inp", "mlp.gate"),
@@ -359,6 +380,7 @@ NEMOTRON_H = Architecture(
 )
 ARCHITECTURES = {
     "llama": Architecture(fields=_llama, names=OF_MIXTRAL, has_halves_between=True, has_experts=True),
+    "llama4": Architecture(fields=_llama4, names=OF_LLAMA4, has_experts=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, has_experts=True),

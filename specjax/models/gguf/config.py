@@ -16,7 +16,11 @@ SIZES = {
     "hidden_size": "embedding_length",
     "num_attention_heads": "attention.head_count",
 }
-LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and of Llama 3.2
+LLAMA3_SCALINGS = (  # of Llama 3.1, Llama 3.2 and Llama 4 Scout
+    Llama3Scaling(8.0, 1.0, 4.0, 8192),
+    Llama3Scaling(32.0, 1.0, 4.0, 8192),
+    Llama3Scaling(16.0, 1.0, 1.0, 8192),
+)
 MAX_LAYERS = 1024
 ENDS = "eos", "eot", "eom"  # of the tokens that end a text, a turn, and a message to a tool
 
@@ -94,18 +98,18 @@ def _scaling(fields: Fields, head_size: int, others: tuple[str, ...]) -> dict[st
         )
     found = floats_of(fields.header.bytes_of(entry), entry.kind.name).ravel()
     frequencies = fields.get("rope.freq_base", float, 10000.0) ** -(np.arange(0, head_size, 2) / head_size)
-    for of_llama3 in LLAMA3_FACTORS:
-        scaled = np.asarray(Llama3Scaling(of_llama3, 1.0, 4.0, 8192)(frequencies.astype(np.float32)))
+    for scaling in LLAMA3_SCALINGS:
+        scaled = np.asarray(scaling(frequencies.astype(np.float32)))
         if found.shape == frequencies.shape and np.allclose(frequencies / scaled, found, rtol=1e-3):
             return {
                 "rope_type": "llama3",
-                "factor": of_llama3,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low,
+                "high_freq_factor": scaling.high,
+                "original_max_position_embeddings": scaling.original_length,
             }
     raise ValueError(
-        f"tensor rope_freqs.weight in {fields.header.path} must be the factors of Llama 3.1 or 3.2, got others"
+        f"tensor rope_freqs.weight in {fields.header.path} must be the factors of Llama 3.1, 3.2 or 4, got others"
     )
 
 
