@@ -239,10 +239,10 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
 def test_llama4_scout_and_maverick(number, factor, tmp_path):
     """The file of Scout has factors of its scaling. Maverick lacks the norms of queries and keys, and its scaling."""
     case, changes, fields = CASES["llama4"]
-    config = ALL[case] | changes | {"head_dim": 16, "num_local_experts": number}
+    config = ALL[case] | changes | {"head_dim": 16, "num_local_experts": number, "rope_theta": 5e5}
     of_scaling = {}
     if factor is not None:
-        turns = 8192 * 500.0 ** -(np.arange(0, 16, 2) / 16) / (2 * np.pi)
+        turns = 8192 * 5e5 ** -(np.arange(0, 16, 2) / 16) / (2 * np.pi)
         of_scaling["rope_freqs.weight"] = np.where(turns < 1, factor, 1).astype(np.float32)
     tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
     for name in [name for name in tensors if ".experts." in name or ".router." in name]:
