@@ -291,6 +291,14 @@ def test_rows_between_vacant_ones(hybrid, monkeypatch, num_rows=64):
         trial.step("a step", rng.integers(0, WIDTH + 1, num_rows) * rng.integers(0, 2, num_rows))
 
 
+def test_steps_of_the_verdict_are_those_that_a_model_takes(monkeypatch):
+    """A model with room for two tokens of a step."""
+    monkeypatch.setattr("wrong_recurrent.MOST", 2)
+    testing.assert_model(replace(recurrent(), max_step=2))
+    with pytest.raises(AssertionError, match="a step with 1 drafts, which keeps"):
+        testing.assert_model(replace(recurrent("all drafts kept"), max_step=2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_recurrent_models(mistake):

@@ -501,7 +501,8 @@ def _equal(first: PyTree, second: PyTree) -> bool:
 def _check_closure(model: Model) -> None:
     make = model.init_cache if model.init_rows is None else partial(model.init_memory, BATCH_SIZE)
     cache = jax.eval_shape(lambda: make(BATCH_SIZE, NUM_TOKENS))
-    program = jax.make_jaxpr(model.apply)(model.params, _inputs(BATCH_SIZE, CHUNK), cache)
+    inputs = _inputs(BATCH_SIZE, min(CHUNK, model.max_step or CHUNK))
+    program = jax.make_jaxpr(model.apply)(model.params, inputs, cache)
     closed_over, held = (
         sum(jnp.size(x) * jnp.result_type(x).itemsize for x in arrays)
         for arrays in (_constants(program), jax.tree.leaves(model.params))

@@ -10,7 +10,7 @@ from specjax.decoding.calls import run
 from specjax.types import NO_PAGE, Memory, Model, ModelInput
 
 BATCH_SIZE, NUM_TOKENS, MIN_TOKENS = 4, 64, 24  # rows, and the most and fewest tokens of a sequence
-CHUNK, WIDTH = 6, 4  # tokens of a row in a call for prompts, and in a step with 3 drafts
+CHUNK, WIDTH = 6, 4  # tokens of a row in a call for prompts, and the most in a step, with 3 drafts
 NUM_STEPS = 40
 
 
@@ -22,30 +22,30 @@ def check_states(model: Model, tolerance: float) -> None:
     After each call the next token of every row must have the expected logits.
 
     Args:
-        model: a model with `commit`, whose `max_length` is None or at least 24.
+        model: a model with `commit`, whose `max_length` is None or at least 24. Steps have its `max_step` at most.
         tolerance: the largest difference of two logits that counts as rounding, relative to the largest logit.
     """
     limit = NUM_TOKENS if model.max_length is None else min(NUM_TOKENS, model.max_length)
     if limit < MIN_TOKENS:
         raise ValueError(f"max_length of the model must be None or at least {MIN_TOKENS}, got {model.max_length}")
-    trial = _Trial.of(model, limit, tolerance)
+    trial, most = _Trial.of(model, limit, tolerance), min(WIDTH, model.max_step or WIDTH)
     trial.prompt("a chunk of prompts with padding", [5, 3, 0, 1])
     trial.prompt("a chunk of prompts in some rows", [0, 2, 4, 0], rows=[2, BATCH_SIZE, 1])
     for _ in range(2):
-        trial.step("a step without drafts", [1, 1, 1, 1], width=1)
-    for count in range(WIDTH + 1):
-        trial.step("a step with 3 drafts", [(count + b) % (WIDTH + 1) for b in range(BATCH_SIZE)])
+        trial.step("a step without drafts", [1, 1, 1, 1], 1)
+    for count in range(most + 1):
+        trial.step(f"a step with {most - 1} drafts", [(count + b) % (most + 1) for b in range(BATCH_SIZE)], most)
     trial.begin(1)
-    trial.step("a step in which a row has not begun", [2, 0, 0, 3])
+    trial.step("a step in which a row has not begun", [2, 0, 0, 3], most)
     trial.prompt("a chunk of a prompt in a used row", [0, 4, 0, 0])
     trial.begin(3)
-    trial.step("a step that begins in a used row", [1, 1, 0, 2])
+    trial.step("a step that begins in a used row", [1, 1, 0, 2], most)
     rng = np.random.default_rng(1)
     for _ in range(NUM_STEPS):
-        for row in np.flatnonzero(trial.fed > limit - 2 * WIDTH):
+        for row in np.flatnonzero(trial.fed > limit - 2 * most):
             trial.begin(int(row))
-        width = WIDTH if rng.random() < 0.8 else 1
-        trial.step(f"a step with {width - 1} drafts", rng.integers(0, width + 1, BATCH_SIZE), width=width)
+        width = most if rng.random() < 0.8 else 1
+        trial.step(f"a step with {width - 1} drafts", rng.integers(0, width + 1, BATCH_SIZE), width)
 
 
 @jax.jit
@@ -114,9 +114,9 @@ class _Trial:
         self._run(name, inputs, None, np.asarray(counts), rows)
 
     def step(self, name: str, counts: list[int] | np.ndarray, width: int = WIDTH) -> None:
-        """Take a step that keeps `counts` [B] tokens; a row with 0 does not run."""
-        counts = np.asarray(counts)
-        self._run(name, self._inputs(counts, width), counts, counts, None)
+        """Take a step of `width` tokens that keeps `counts` [B] of them, or all; a row with 0 does not run."""
+        kept = np.minimum(np.asarray(counts), width)
+        self._run(name, self._inputs(kept, width), kept, kept, None)
 
     def _inputs(self, counts: np.ndarray, width: int) -> ModelInput:
         """Return the next tokens of each row: `counts` right ones, the first at least, then wrong ones."""
