@@ -185,6 +185,23 @@ def test_tokens_that_end_a_sequence():
     assert settings["generation_config.json"] == {"eos_token_id": [0, 1, 2]}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<pad>", "<eos>", "a", "<end_of_turn>"], [1, 3]),  # Gemma 3
+        (["a", "<|endoftext|>", "<|end|>", "<|user|>"], [1, 2]),  # Phi-4-mini
+        (["a", "<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"], [1, 4]),  # gpt-oss, whose <|end|> ends a message
+    ],
+)
+def test_tokens_that_end_a_turn_by_their_text(tokens, ends):
+    """Files name the token that ends a text, and llama.cpp finds the others by their texts."""
+    from specjax.models.gguf.config import settings_of
+    from specjax.models.gguf.header import Header
+
+    settings = settings_of(Header("m", {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 1}, {}))
+    assert settings["generation_config.json"] == {"eos_token_id": ends}
+
+
 def test_byte_level_tokenizers():
     from specjax.models.gguf.header import Header
     from specjax.models.gguf.tokenizer import tokenizer_of

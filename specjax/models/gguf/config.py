@@ -23,6 +23,13 @@ LLAMA3_SCALINGS = (  # of Llama 3.1, Llama 3.2 and Llama 4 Scout
 )
 MAX_LAYERS = 1024
 ENDS = "eos", "eot", "eom"  # of the tokens that end a text, a turn, and a message to a tool
+# Tokens that end a text or a turn wherever a vocabulary has them, as llama.cpp has it. Files of Gemma 3 and Phi-4-mini
+# name no other token than the one that ends a text.
+TEXTS_OF_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+    *("<turn|>", "<|tool_response>"),
+)
+OF_HARMONY = "<|return|>", "<|call|>"  # tokens of gpt-oss, whose <|end|> ends no turn but a message in it
 
 
 def config_of(header: Header) -> dict[str, Any]:
@@ -138,4 +145,12 @@ def settings_of(header: Header) -> dict[str, dict[str, Any]]:
             )
         texts["chat_template"] = template
     ends = [ids[name] for name in ENDS if name in ids]
+    ends += [i for i in _ends_by_text(tokens) if i not in ends]
     return {"generation_config.json": {"eos_token_id": ends}, "tokenizer_config.json": texts}
+
+
+def _ends_by_text(tokens: Any) -> list[int]:
+    """Return the ids of the tokens whose text says that they end a text or a turn."""
+    tokens = tokens if isinstance(tokens, list) else []
+    message = ("<|end|>",) if all(token in tokens for token in OF_HARMONY) else ()
+    return [i for i, token in enumerate(tokens) if token in TEXTS_OF_ENDS and token not in message]
