@@ -134,9 +134,9 @@ def packed(rng, n, k, group, *, bits=4, symmetric=True, order=False, dtype=ml_dt
     return arrays, (q - of_group(z, groups)).astype(np.float32) * of_group(s, groups)
 
 
-def int8(rng, n, k, group=None, symmetric=True):
-    groups = np.arange(k) // (group or k)
-    q, s = rng.integers(-128, 128, (n, k)).astype(np.int8), scales(rng, (n, groups[-1] + 1), ml_dtypes.bfloat16)
+def int8(rng, n, k, group=None, symmetric=True, bits=8):
+    groups, middle = np.arange(k) // (group or k), 2 ** (bits - 1)
+    q, s = rng.integers(-middle, middle, (n, k)).astype(np.int8), scales(rng, (n, groups[-1] + 1), ml_dtypes.bfloat16)
     z = rng.integers(-5, 5, s.shape).astype(np.int8) if not symmetric else np.zeros(s.shape, np.int8)
     arrays = {"weight": q, "weight_scale": s} | ({} if symmetric else {"weight_zero_point": z})
     return arrays, (q.astype(np.float32) - of_group(z, groups)) * of_group(s, groups)
@@ -146,6 +146,12 @@ def mxfp4_packed(rng, n, k):
     q, s = rng.integers(0, 16, (n, k)), rng.integers(100, 140, (n, -(-k // 32))).astype(np.uint8)
     wide = np.repeat(np.ldexp(np.float32(1), s.astype(int) - 127), 32, axis=1)[:, :k]
     return {"weight_packed": pack_bytes(q), "weight_scale": s}, (E2M1[q] * wide).astype(np.float32)
+
+
+def mxfp8(rng, n, k):
+    w, s = e4m3(rng, (n, k)), rng.integers(110, 130, (n, -(-k // 32))).astype(np.uint8)
+    wide = np.repeat(np.ldexp(np.float32(1), s.astype(int) - 127), 32, axis=1)[:, :k]
+    return {"weight": w, "weight_scale": s}, w.astype(np.float32) * wide
 
 
 def bits4(rng, n, k, table, nested, kind="nf4", block=64):

@@ -177,12 +177,13 @@ def test_packed_integers_in_the_order_of_activations(rng):
     assert weight.order is None
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("group", "symmetric"), [(None, True), (None, False), (32, True)])
-def test_integers_of_8_bits(rng, group, symmetric):
-    arrays, w = files.int8(rng, 9, 70, group, symmetric)
+def test_integers_in_bytes(rng, group, symmetric, bits):
+    arrays, w = files.int8(rng, 9, 70, group, symmetric, bits)
     strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
-    config = compressed(groups("int-quantized", num_bits=8, symmetric=symmetric, **strategy))
-    check(config, arrays, w, bits=8)
+    config = compressed(groups("int-quantized", num_bits=bits, symmetric=symmetric, **strategy))
+    check(config, arrays, w, bits=bits)
     with pytest.raises(ValueError, match=r"m.weight_scale must have shape \(9, \d\) .* got \(1,\)"):
         read(config, arrays | {"weight_scale": arrays["weight_scale"][0, :1]}, w.shape)
 
@@ -196,6 +197,19 @@ def test_floats_of_8_bits(rng):
     blocks = groups("float-quantized", strategy="block", block_structure=[128, 128], **weights)
     check(compressed(blocks), arrays, w, group=(128, 128))
     check(compressed(blocks | {"format": "naive-quantized"}), arrays, w)
+
+
+def test_integers_that_have_more_bits_than_the_config_says(rng):
+    arrays, w = files.int8(rng, 9, 70)
+    with pytest.raises(ValueError, match=r"m.weight must be of codes in \[-8, 7\]"):
+        read(compressed(groups("int-quantized", num_bits=4, strategy="channel")), arrays, w.shape)
+
+
+def test_floats_of_8_bits_with_exponents(rng):
+    arrays, w = files.mxfp8(rng, 12, 80)
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    check(compressed(groups("mxfp8-quantized", **weights)), arrays, w, code="e4m3", group=(1, 32))
+    check({"quant_method": "modelopt", "quantization": {"quant_algo": "MXFP8"}}, arrays, w, code="e4m3", group=(1, 32))
 
 
 def test_codes_of_e2m1(rng):

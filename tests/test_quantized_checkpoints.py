@@ -62,6 +62,11 @@ FORMATS = {
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
         lambda rng, n, k: files.packed(rng, n, k, 32, symmetric=False),
     ),
+    "int4 in bytes": (
+        compressed("int-quantized", num_bits=4, strategy="group", group_size=32),
+        lambda rng, n, k: files.int8(rng, n, k, 32, bits=4),
+    ),
+    "mxfp8": (compressed("mxfp8-quantized", num_bits=8, type="float"), files.mxfp8),
     "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), lambda rng, n, k: files.int8(rng, n, k)),
     "nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},

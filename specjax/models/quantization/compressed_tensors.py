@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.quantization.fp8 import block_of, read_e4m3
+from specjax.models.quantization.fp8 import block_of, read_e4m3, read_mxfp8
 from specjax.models.quantization.linear_files import (
     FLOATS,
     StoredLinear,
@@ -238,7 +238,7 @@ def _read_pack(group: Group, linear: StoredLinear) -> Quantized:
 
 
 def _read_int8(group: Group, linear: StoredLinear) -> Quantized:
-    """Read `weight` [N, K] int8."""
+    """Read `weight` [N, K] int8, in which codes of 4 bits have a byte each, too."""
     shape = linear.shape[0], num_groups(linear.shape[1], group.group)
     codes = linear.array(".weight", linear.shape, "int8")
     scale = _scale_of(group, linear, ".weight_scale", shape, *FLOATS)
@@ -246,7 +246,11 @@ def _read_int8(group: Group, linear: StoredLinear) -> Quantized:
     if _has_zeros(group, linear):
         zero = _checked_zeros(group, linear, _scale_of(group, linear, ".weight_zero_point", shape, "int8"), 0)
         zero = None if zero is None else zero.astype(np.int16)
-    return pack(codes, scale, bits=8, group=group.group, zero=zero, dtype=linear.dtype)
+    if group.bits == 4:
+        if codes.min() < -8 or codes.max() > 7:
+            raise ValueError(f"tensor {linear.name}.weight must be of codes in [-8, 7], got others")
+        codes, zero = (codes + np.int8(8)).view(np.uint8), None if zero is None else zero + np.int16(8)
+    return pack(codes, scale, bits=group.bits, group=group.group, zero=zero, dtype=linear.dtype)
 
 
 def _read_float(group: Group, linear: StoredLinear) -> Quantized:
@@ -254,6 +258,11 @@ def _read_float(group: Group, linear: StoredLinear) -> Quantized:
     if group.group is None:
         return read_e4m3(linear, ".weight_scale", group.block)
     return read_e4m3(linear, ".weight_scale", (1, group.group))
+
+
+def _read_mxfp8(group: Group, linear: StoredLinear) -> Quantized:
+    """Read `weight` [N, K] of e4m3 with exponents."""
+    return read_mxfp8(linear)
 
 
 def _read_nvfp4(group: Group, linear: StoredLinear) -> Quantized:
@@ -276,11 +285,13 @@ READERS: dict[str, Callable[[Group, StoredLinear], Quantized]] = {  # by the nam
     "float-quantized": _read_float,
     "nvfp4-pack-quantized": _read_nvfp4,
     "mxfp4-pack-quantized": _read_mxfp4,
+    "mxfp8-quantized": _read_mxfp8,
 }
 BITS = {  # type and number of bits of the codes of each format
     "pack-quantized": (("int", 4), ("int", 8)),
-    "int-quantized": (("int", 8),),
+    "int-quantized": (("int", 4), ("int", 8)),
     "float-quantized": (("float", 8),),
     "nvfp4-pack-quantized": (("float", 4),),
     "mxfp4-pack-quantized": (("float", 4),),
+    "mxfp8-quantized": (("float", 8),),
 }

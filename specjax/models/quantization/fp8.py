@@ -10,6 +10,7 @@ from specjax.models.quantized import Quantized, pack
 
 FORMATS = "e4m3", "float8_e4m3fn"  # names of one format; MiniMax-M2 has the longer one
 E8M0 = "float8_e8m0fnu"  # powers of two, where scale_fmt is "ue8m0"
+MX_BLOCK = 32  # codes of MXFP8 that share an exponent
 
 
 def matches(config: ConfigFile) -> bool:
@@ -88,6 +89,18 @@ def read_e4m3(linear: StoredLinear, ending: str, block: tuple[int, int] | None) 
         return pack(codes, scale, bits=8, code="e4m3", group=block, dtype=linear.dtype)
     scale = scale_of_outputs(linear, ending)
     return pack(codes, scale, bits=8, code="e4m3", dtype=linear.dtype)
+
+
+def read_mxfp8(linear: StoredLinear) -> Quantized:
+    """Read a matrix of e4m3 whose `weight_scale` [N, K / 32] are exponents: s stands for 2 ** (s - 127).
+
+    Raises:
+        ValueError: an array is missing, or has a wrong shape, dtype or value.
+    """
+    outputs, inputs = linear.shape
+    codes = linear.array(".weight", linear.shape, "float8_e4m3fn")
+    scale = linear.array(".weight_scale", (outputs, -(-inputs // MX_BLOCK)), "uint8", E8M0).view(np.uint8)
+    return pack(codes, scale, bits=8, code="e4m3", group=MX_BLOCK, dtype=linear.dtype)
 
 
 def scale_of_outputs(linear: StoredLinear, ending: str):

@@ -1,17 +1,18 @@
-"""ModelOpt: FP8 with a scale for each matrix or output, and NVFP4, by quantization_config or hf_quant_config.json.
+"""ModelOpt: FP8 with scales of matrices or outputs, MXFP8 and NVFP4, by quantization_config or hf_quant_config.json.
 
-Matrices of one checkpoint may have either, which their dtype tells, so that names in the config are not needed.
+Matrices of one checkpoint may have any, which the dtypes of codes and scales tell: names in the config are not needed.
 """
 
 from dataclasses import dataclass
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.quantization.fp8 import read_e4m3
+from specjax.models.quantization.fp8 import E8M0, read_e4m3, read_mxfp8
 from specjax.models.quantization.linear_files import StoredLinear, shape_in
 from specjax.models.quantization.nvfp4 import BLOCK, read_nvfp4, scalar
 from specjax.models.quantized import Quantized
 
-ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"  # which also say how engines round activations
+# Some also say how engines round activations.
+ALGORITHMS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "NVFP4", "W4A16_NVFP4"
 
 
 def matches(config: ConfigFile) -> bool:
@@ -66,4 +67,6 @@ class ModelOpt:
             raise ValueError(f"tensor {linear.name}.pre_quant_scale must be absent, specjax does not scale activations")
         if linear.has(".weight", "uint8"):
             return read_nvfp4(linear, ".weight", scalar(linear, ".weight_scale_2"), divides=False)
+        if linear.has(".weight_scale", "uint8", E8M0):
+            return read_mxfp8(linear)
         return read_e4m3(linear, ".weight_scale", None)
