@@ -62,11 +62,12 @@ def gptq(rng, n, k, group, bits=4, *, version=1, symmetric=False, order=False, s
     return arrays, (q - of_group(z, groups)).astype(np.float32) * of_group(s, groups)
 
 
-def awq(rng, n, k, group):
+def awq(rng, n, k, group, symmetric=False):
     size = k if group == -1 else group
     groups = np.arange(k) // size
     number = groups[-1] + 1
     q, z, s = rng.integers(0, 16, (n, k)), rng.integers(0, 16, (n, number)), scales(rng, (n, number))
+    z = np.full_like(z, 8) if symmetric else z
 
     def packed(codes):  # [rows, N]; the output that each place of a word has
         codes = np.pad(codes, ((0, 0), (0, -n % 8))).reshape(len(codes), -1, 8)

@@ -87,6 +87,8 @@ def test_awq(rng, n, k, group):
     check(AWQ | {"group_size": group}, arrays, w, bits=4)
     short = {"quant_method": "awq", "w_bit": 4, "q_group_size": group}
     check(short, arrays, w)
+    arrays, w = files.awq(rng, n, k, group, symmetric=True)
+    check(AWQ | {"group_size": group, "zero_point": False, "sym": True}, arrays, w, bits=4)  # as AutoRound writes it
 
 
 @pytest.mark.parametrize(("n", "k"), [(256, 128), (130, 200), (7, 5)])
@@ -262,7 +264,6 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
         (GPTQ | {"group_size": 0}, "group_size"),
         (AWQ | {"version": "gemv"}, "version.*gemv"),
         (AWQ | {"bits": 8}, "bits"),
-        (AWQ | {"zero_point": False}, "zero_point"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt.*e5m2"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),

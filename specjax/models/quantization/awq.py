@@ -32,7 +32,7 @@ class AWQ:
             ValueError: a field is missing, has a wrong value, or is not supported.
         """
         config.only("bits" if "bits" in config else "w_bit", 4)
-        config.only("zero_point", True)
+        config.get("zero_point", bool, True)  # AutoRound writes false for symmetric codes, and stores their zeros, too
         version = config.get("version", str, "gemm")
         if version.lower() != "gemm":
             raise ValueError(f"{config.where('version')} must be 'gemm', the only layout that is read, got {version!r}")
