@@ -93,6 +93,15 @@ def fp8(rng, n, k, block=None, name="weight_scale_inv", shape=(), dtype=np.float
     return {"weight": w, name: s}, w.astype(np.float32) * whole
 
 
+def fp8_stack(rng, experts, n, k, shape, block=None):
+    """Return a stack of matrices of e4m3 with scales of this shape, of matrices, of parts of them or of blocks."""
+    w, s = e4m3(rng, (experts, n, k)), scales(rng, shape, np.float32)
+    rows, columns = (n // s.reshape(experts, -1).shape[1], k) if block is None else block
+    wide = s.reshape(experts, -(-n // rows), -(-k // columns))
+    whole = wide[:, np.arange(n)[:, None] // rows, np.arange(k)[None] // columns]
+    return {"": w, "_scale_inv": s}, w.astype(np.float32) * whole
+
+
 def mxfp4(rng, n, k, experts=None):
     """Return `_blocks` and `_scales`; with experts, of a stack."""
     outer = (n,) if experts is None else (experts, n)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import CONFIGS, make_tensor, shapes, write
+from families import ALL, CONFIGS, make_tensor, shapes, write
 from jax.sharding import Mesh
-from quantized_files import int8
+from quantized_files import fp8_stack, int8
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, whole_logits
 
@@ -411,6 +411,43 @@ def test_fields_that_are_refused(case, fields, message, tmp_path):
 def test_devices_that_cannot_share_experts():
     with pytest.raises(ValueError, match="expert_size must be a multiple of the 2 devices that share it, got 21"):
         tensor_parallel(mixture_model(expert_size=21), two_devices())
+
+
+@pytest.mark.parametrize(("case", "block"), [("mistral4", None), ("qwen3_moe", (8, 8))])
+def test_stacks_of_experts_in_fp8(tmp_path, case, block):
+    """As Mistral Small 4 has them, with scales of activations that nothing reads."""
+    directory, rng = write(tmp_path / "codes", case), np.random.default_rng(0)
+    tensors = dict(load_file(directory / "model.safetensors"))
+    floats = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        number, n, k = tensors[name].shape
+        shape = (number, 1, 1) if block is None else (number, -(-n // block[0]), -(-k // block[1]))
+        arrays, floats[name] = fp8_stack(rng, number, n, k, shape, block)
+        tensors |= {f"{name}{ending}": x for ending, x in arrays.items()}
+        tensors |= {f"{name}_activation_scale": np.ones(number, np.float32)}
+    save_file(tensors, directory / "model.safetensors")
+    fields = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": block}
+    (directory / "config.json").write_text(json.dumps(ALL[case] | {"quantization_config": fields}))
+    plain = write(tmp_path / "floats", case)
+    save_file(floats, plain / "model.safetensors")
+    model, expected = load(directory), np.asarray(whole_logits(load(plain)))
+    assert isinstance(model.params["layers"][1]["experts_gate_up"], Quantized)
+    assert difference(whole_logits(model), expected) <= TOLERANCE
+    assert difference(whole_logits(load(Checkpoint(directory, keep_codes=False))), expected) <= TOLERANCE
+    if block is None:
+        assert difference(whole_logits(load(directory, mesh=two_devices())), expected) <= TOLERANCE
+
+
+def test_stacks_of_experts_in_fp8_with_inputs_first_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "llama4")
+    name = "model.layers.0.feed_forward.experts.gate_up_proj"
+    tensors = dict(load_file(directory / "model.safetensors"))
+    tensors |= {name: tensors[name].astype(jnp.float8_e4m3fn), f"{name}_scale_inv": np.ones((6, 1, 1), np.float32)}
+    save_file(tensors, directory / "model.safetensors")
+    fields = ALL["llama4"] | {"quantization_config": {"quant_method": "fp8"}}
+    (directory / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"gate_up_proj must be floats or MXFP4, .* but for FP8 with the outputs"):
+        load(directory)
 
 
 def write_mxfp4(directory):

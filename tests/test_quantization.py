@@ -26,7 +26,7 @@ def scheme(**fields):
 
 
 def read(config, arrays, shape, name="m"):
-    named = {name + (key if key.startswith("_") else f".{key}"): value for key, value in arrays.items()}
+    named = {name + (key if key[:1] in ("", "_") else f".{key}"): value for key, value in arrays.items()}
     linear, how = in_memory(name, shape, named, np.dtype(np.float32)), scheme(**config)
     assert how.is_quantized(linear)
     weight = how.read(linear)
@@ -107,6 +107,21 @@ def test_fp8_with_scales_of_blocks(rng, n, k):
 def test_fp8_with_scales_of_the_whole_or_of_outputs(rng, shape):
     arrays, w = files.fp8(rng, 12, 20, name="weight_scale", shape=shape)
     check({"quant_method": "fp8", "ignored_layers": ["lm_head"]}, arrays | {"input_scale": np.float32(1)}, w)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (3, 2, 1)])
+def test_fp8_of_a_stack(rng, shape):
+    """Mistral Small 4 has a scale for each expert, and transformers 5 writes one for gate and one for up."""
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    arrays, w = files.fp8_stack(rng, 3, 12, 20, shape)
+    check(config, arrays | {"_activation_scale": np.ones(3, np.float32)}, w)
+    with pytest.raises(ValueError, match=r"m_scale_inv must have shape \(3, 1, 1\) .* got \(2, 1, 1\)"):
+        read(config, arrays | {"_scale_inv": np.ones((2, 1, 1), np.float32)}, w.shape)
+
+
+def test_fp8_of_a_stack_in_blocks(rng):
+    arrays, w = files.fp8_stack(rng, 3, 40, 70, (3, 2, 3), (32, 32))
+    check({"quant_method": "fp8", "weight_block_size": [32, 32]}, arrays, w, code="e4m3", group=(32, 32))
 
 
 def test_mxfp4_of_a_matrix_and_of_a_stack(rng):

@@ -20,6 +20,7 @@ import numpy as np
 
 from specjax.models.files import StoredArray, model_files, opened
 from specjax.models.quantization import Scheme, StoredLinear, name_of_matrix
+from specjax.models.quantization.fp8 import FP8
 from specjax.models.quantization.mxfp4 import MXFP4
 from specjax.models.quantized import Quantized, concatenate, dequantize, format_of, quantize, stack
 from specjax.parallel import put
@@ -33,7 +34,9 @@ DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # supported dtypes of stored tensors, 
 # endings of the names of the arrays that belong to a matrix: in codes, and for its activations, which nothing reads
 ENDINGS = (
     "",  # a stack of floats
+    "_activation_scale",
     "_blocks",
+    "_scale_inv",
     "_scales",
     ".activation_scale",
     ".g_idx",
@@ -300,9 +303,11 @@ class Tensors:
         """
         linear = self._linear(name, shape)
         if self._is_quantized(linear):
-            if not isinstance(self._scheme, MXFP4):
+            has_outputs_first = isinstance(self._scheme, FP8) and not transposed and not name.endswith(".weight")
+            if not (isinstance(self._scheme, MXFP4) or has_outputs_first):
                 raise ValueError(
-                    f"tensor {name} must be floats or MXFP4, because other codes of a stack of experts are not read"
+                    f"tensor {name} must be floats or MXFP4, because other codes of a stack of experts are not read, "
+                    "but for FP8 with the outputs of a matrix first"
                 )
             return self._placed(lambda: self._kept(linear), [linear], 3)
         number, outputs, inputs = shape

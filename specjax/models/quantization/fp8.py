@@ -1,4 +1,7 @@
-"""FP8: `weight` of e4m3 with `weight_scale_inv` for blocks, or with `weight_scale` for the whole or each output."""
+"""FP8: `weight` of e4m3 with `weight_scale_inv` for blocks, or with `weight_scale` for the whole or each output.
+
+A stack of experts has its own name, and its scales have the ending `_scale_inv`.
+"""
 
 from dataclasses import dataclass
 
@@ -38,19 +41,23 @@ class FP8:
         return cls(block_of(config, "weight_block_size"))
 
     def is_quantized(self, linear: StoredLinear) -> bool:
-        """Return whether the matrix is of e4m3."""
-        return linear.has(".weight", "float8_e4m3fn")
+        """Return whether the matrix, or the stack of this name, is of e4m3."""
+        return linear.has(".weight", "float8_e4m3fn") or linear.has("", "float8_e4m3fn")
 
     def shape(self, linear: StoredLinear) -> tuple[int, ...]:
         """Return the shape of a matrix."""
-        return shape_in(linear)
+        return shape_in(linear, ".weight" if linear.has(".weight") else "")
 
     def read(self, linear: StoredLinear) -> Quantized:
         """Read a matrix: W = code * scale, for which the files say `weight_scale_inv` or `weight_scale`.
 
+        A stack of matrices is read where the shape of `linear` has more axes.
+
         Raises:
             ValueError: an array is missing, or has a wrong shape, dtype or value.
         """
+        if len(linear.shape) > 2:
+            return _read_stack(linear, self.block)
         ending = ".weight_scale_inv" if self.block or linear.has(".weight_scale_inv") else ".weight_scale"
         return read_e4m3(linear, ending, self.block)
 
@@ -80,15 +87,30 @@ def read_e4m3(linear: StoredLinear, ending: str, block: tuple[int, int] | None) 
     Raises:
         ValueError: an array is missing, or has a wrong shape, dtype or value.
     """
-    outputs, inputs = linear.shape
     codes = linear.array(".weight", linear.shape, "float8_e4m3fn")
+    scale = scale_of_outputs(linear, ending) if block is None else _scale_of_blocks(linear, ending, block)
+    return pack(codes, scale, bits=8, code="e4m3", group=block, dtype=linear.dtype)
+
+
+def _read_stack(linear: StoredLinear, block: tuple[int, int] | None) -> Quantized:
+    """Read a stack [E, N, K] of e4m3, with scales of blocks, or one of each matrix, or one of each half of a matrix."""
+    codes = linear.array("", linear.shape, "float8_e4m3fn")
     if block is not None:
-        shape = -(-outputs // block[0]), -(-inputs // block[1])
-        scale = linear.array(ending, shape, *FLOATS, E8M0)
-        scale = scale.astype(np.float32) if scale.dtype.name == E8M0 else scale
+        scale = _scale_of_blocks(linear, "_scale_inv", block)
         return pack(codes, scale, bits=8, code="e4m3", group=block, dtype=linear.dtype)
-    scale = scale_of_outputs(linear, ending)
+    number, outputs, _ = linear.shape
+    shapes = (number,), (number, 1, 1), (number, 2, 1)  # gate and up, which are one matrix, may have a scale each
+    stored = linear.entry("_scale_inv").shape
+    scale = linear.array("_scale_inv", stored if stored in shapes else shapes[1], *FLOATS).reshape(number, -1, 1)
+    scale = np.repeat(scale, outputs // scale.shape[1], axis=1)
     return pack(codes, scale, bits=8, code="e4m3", dtype=linear.dtype)
+
+
+def _scale_of_blocks(linear: StoredLinear, ending: str, block: tuple[int, int]) -> np.ndarray:
+    """Read scales of blocks of a matrix or of a stack."""
+    *number, outputs, inputs = linear.shape
+    scale = linear.array(ending, (*number, -(-outputs // block[0]), -(-inputs // block[1])), *FLOATS, E8M0)
+    return scale.astype(np.float32) if scale.dtype.name == E8M0 else scale
 
 
 def read_mxfp8(linear: StoredLinear) -> Quantized:
