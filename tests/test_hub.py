@@ -115,6 +115,7 @@ def test_without_the_package(monkeypatch, capsys):
 def test_only_what_is_read_is_fetched():
     read = [
         "config.json",
+        "hf_quant_config.json",
         "generation_config.json",
         "model.safetensors",
         "model-00001-of-00002.safetensors",

@@ -12,6 +12,7 @@ from specjax.validation.extras import install_command
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\S+))?")  # org/name or org/name@revision
 FILES = (  # the files that specjax reads; weights in other formats or in subfolders are not fetched
     "config.json",
+    "hf_quant_config.json",
     "generation_config.json",
     "model.safetensors",
     "model.safetensors.index.json",
