@@ -235,6 +235,9 @@ def test_byte_level_tokenizers():
     begin = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
     tokenizer = tokenizer_of(Header("model.gguf", files.byte_level(**begin), {}))
     assert tokenizer.encode("hel").tokens == ["<|end|>", "hel"]
+    for pre, expected in (("llama-bpe", [0]), ("tekken", [0]), ("qwen2", [])):  # of files that do not say it
+        named = files.byte_level(pre=pre, **{"tokenizer.ggml.bos_token_id": 0})
+        assert tokenizer_of(Header("model.gguf", named, {})).encode("").ids == expected, pre
     with pytest.raises(ValueError, match=r"tokenizer.ggml.pre in .* must be one of llama-bpe, .* got 'viking'"):
         tokens("a", pre="viking")
     with pytest.raises(ValueError, match=r"tokenizer.ggml.model in .* must be 'gpt2', 'llama' or 'gemma4', got 'rwkv'"):

@@ -24,8 +24,9 @@ _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT4O = rf"{_BEGIN}*{_REST}+{_ENDING}|{_BEGIN}+{_REST}*{_ENDING}|\p{{N}}{{1,3}}{_OTHERS}"
 TEKKEN = rf"{_BEGIN}*{_REST}+|{_BEGIN}+{_REST}*|\p{{N}}{_OTHERS}"
-# Files with these kinds have tokens that no merge makes, which whole words are looked up in first.
 OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+# Files with these kinds have tokens that no merge makes, which whole words are looked up in first. Their texts have a
+# token at the beginning unless a file says that they have none.
 WHOLE_WORDS = (*OF_LLAMA3, "tekken")
 SPLITS: dict[str, str] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), LLAMA3)
 SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4"), GPT4O)
@@ -56,7 +57,7 @@ def tokenizer_of(header: Header) -> "Tokenizer":
         )
     tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens, kinds)
     _add_tokens(tokenizer, tokens, kinds)
-    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in OF_LLAMA3
+    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in WHOLE_WORDS
     _add_ends(tokenizer, header, tokens, starts)
     return tokenizer
 
