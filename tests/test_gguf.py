@@ -25,6 +25,11 @@ NAMES = {
     "ffn_up": ("mlp.up_proj", 256, 64),
     "ffn_down": ("mlp.down_proj", 64, 256),
 }
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 16,
+}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 GEMMA2 = {
     "attn_norm": "input_layernorm",
@@ -288,7 +293,8 @@ def test_sentence_piece_tokenizers():
         ({"general.architecture": "mamba"}, r"general.architecture in .* must be one of llama, .* got 'mamba'"),
         ({"split.count": 3}, r"must be the first part of its model, in a file named NAME-00001-of-00003.gguf"),
         ({"llama.expert_count": 8}, r"llama.expert_used_count in .* must be int, got no such field"),
-        ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type in .* must be 'none' or 'linear' or absent"),
+        ({"llama.rope.scaling.type": "su"}, r"rope.scaling.type in .* must be 'none' or 'linear' or 'yarn' or absent"),
+        (YARN | {"llama.rope.scaling.attn_factor": 2.0}, r"rope.scaling.attn_factor in .* must be 1.0 or absent"),
         ({"llama.attention.sliding_window": 64}, r"sliding_window in .* must be 0 or absent"),
         ({"llama.block_count": "two"}, r"llama.block_count in .* must be int, got 'two'"),
         ({"llama.embedding_length": 96}, r"must have shape"),

@@ -27,6 +27,12 @@ GEMMA4 = {
     "add_key_length_swa": 16,
     "add_value_length_swa": 16,
 }
+LONG = {  # as files of Qwen3 for 128,000 positions have it
+    "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+    "add_rope_scaling_factor": 4.0,
+    "add_rope_scaling_orig_ctx_len": 16,
+}
+OF_LONG = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
 # By architecture: the case of families.py, changes of its fields, and the calls of the writer with their values.
 CASES = {
     "gemma3": (
@@ -68,6 +74,13 @@ CASES = {
         "qwen3_moe_normed",
         {"intermediate_size": 20},
         {"add_expert_count": 8, "add_expert_used_count": 3, "add_expert_feed_forward_length": 20},
+    ),
+    "qwen3 with yarn": ("qwen3", OF_LONG, LONG),
+    "llama with yarn": ("llama", OF_LONG, LONG),
+    "qwen3moe with yarn": (
+        "qwen3_moe_normed",
+        {"intermediate_size": 20} | OF_LONG,
+        {"add_expert_count": 8, "add_expert_used_count": 3, "add_expert_feed_forward_length": 20} | LONG,
     ),
     "glm4moe": (
         "glm4_moe_groups",
@@ -128,7 +141,7 @@ CASES = {
 }
 
 
-FAST = "qwen3moe", "gemma4"  # of these
+FAST = "qwen3moe", "qwen3 with yarn", "gemma4"  # of these
 
 
 def name_in(names, name):

@@ -35,6 +35,13 @@ def _without_window(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _with_yarn(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = fields.yarn()
+    if scaling is not None:
+        fields.only("rope.scaling.attn_factor", 1.0)
+    return _without_window(fields, config) | ({} if scaling is None else {"rope_scaling": scaling})
+
+
 def _gemma2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     is_27b = config["num_hidden_layers"] == LAYERS_OF_27B
     width = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
@@ -185,10 +192,10 @@ def _experts(fields: Fields, number: str = "num_experts") -> dict[str, Any]:
 
 
 def _llama(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    fields.only("attention.sliding_window", 0)
+    common = _with_yarn(fields, config)
     if not fields.get("expert_count", int, 0):
-        return {}
-    found = _experts(fields, "num_local_experts")
+        return common
+    found = common | _experts(fields, "num_local_experts")
     return found | {"model_type": "mixtral", "intermediate_size": found.pop("moe_intermediate_size")}
 
 
@@ -206,8 +213,7 @@ def _llama4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    fields.only("attention.sliding_window", 0)
-    return _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    return _with_yarn(fields, config) | _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
 def _glm4_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -379,11 +385,17 @@ NEMOTRON_H = Architecture(
     holds=mamba.of_nemotron,
 )
 ARCHITECTURES = {
-    "llama": Architecture(fields=_llama, names=OF_MIXTRAL, has_halves_between=True, has_experts=True),
+    "llama": Architecture(
+        fields=_llama,
+        names=OF_MIXTRAL,
+        has_halves_between=True,
+        scalings=("yarn",),
+        has_experts=True,
+    ),
     "llama4": Architecture(fields=_llama4, names=OF_LLAMA4, has_experts=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-    "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, has_experts=True),
+    "qwen2": Architecture(fields=_with_yarn, scalings=("yarn",)),
+    "qwen3": Architecture(fields=_with_yarn, scalings=("yarn",)),
+    "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, scalings=("yarn",), has_experts=True),
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,
     "qwen3next": replace(QWEN35_MOE, holds=partial(delta_nets.in_order, is_tiled=False)),
