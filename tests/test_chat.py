@@ -72,6 +72,28 @@ def test_render_is_that_of_transformers(tmp_path, jinja2):
     assert render(Checkpoint(tmp_path), MESSAGES) == expected == EXPECTED
 
 
+@pytest.mark.parametrize("place", ["list", "folder", "one"])
+def test_conversations_with_tools_have_their_own_template(place, tmp_path, jinja2):
+    """As Hermes 3 has it; transformers 5 writes such a list as files."""
+    transformers = pytest.importorskip("transformers")
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    plain, with_tools = "{{ messages[0].content }}", "{{ tools[0].function.name }}: {{ messages[0].content }}"
+    if place == "list":
+        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": with_tools}]
+        write_config(tmp_path, chat_template=named)
+    else:
+        write_config(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(plain)
+    if place == "folder":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for given, expected in ((None, "Hello"), ([], "Hello"), (tools, "Hello" if place == "one" else "add: Hello")):
+        found = render(Checkpoint(tmp_path), MESSAGES[1:2], given)
+        assert found == expected == tokenizer.apply_chat_template(MESSAGES[1:2], tools=given or None, tokenize=False)
+
+
 @pytest.mark.parametrize(
     ("template", "match"),
     [

@@ -50,6 +50,8 @@ def render(
         if find_spec("jinja2") is None:
             raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
     template = checkpoint.chat_template
+    if tools and checkpoint.tool_template is not None:
+        template = checkpoint.tool_template
     values = variables | checkpoint.special_tokens | {"messages": messages, "tools": tools, "documents": None}
     try:
         question = json.dumps([template, values | {"add_generation_prompt": True}], default=_plain).encode()

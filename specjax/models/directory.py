@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specjax.models.tensors import Tensors
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 def check_quantization(name: str, quantization: str | None) -> None:
@@ -38,6 +39,12 @@ def _text_part(config: ConfigFile) -> ConfigFile:
     """Return the fields of the language model in a checkpoint that takes images, too; of others, no fields."""
     is_table = isinstance(config.fields.get("text_config"), dict)
     return config.table("text_config") if is_table else ConfigFile(config.path, {})
+
+
+def _named(templates: list[Any], name: str) -> str | None:
+    """Return the template of a name, where a checkpoint has one for each purpose; None without it."""
+    found = [each.get("template") for each in templates if isinstance(each, dict) and each.get("name") == name]
+    return found[0] if found and isinstance(found[0], str) else None
 
 
 class Checkpoint:
@@ -272,13 +279,29 @@ class Checkpoint:
             return self.template_file
         config = self.settings("tokenizer_config.json")
         template = config.fields.get("chat_template")
-        if isinstance(template, list):  # the checkpoint has one template for each purpose
-            named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-            template = named[0].get("template") if named else None
+        template = _named(template, "default") if isinstance(template, list) else template
         if not isinstance(template, str):
             expected = f"chat_template.jinja, or chat_template in {config.path.name}, to chat"
             raise ValueError(f"{self.directory} must have {expected}")
         return template
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of conversations with tools, where it is another one than `chat_template`; None otherwise.
+
+        It is additional_chat_templates/tool_use.jinja, or of this name in the field chat_template of
+        tokenizer_config.json.
+
+        Raises:
+            ValueError: tokenizer_config.json is damaged.
+        """
+        path = self.directory / TOOL_TEMPLATE
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        if self.template_file is not None:
+            return None
+        template = self.settings("tokenizer_config.json").fields.get("chat_template")
+        return _named(template, path.stem) if isinstance(template, list) else None
 
     @property
     def has_chat_template(self) -> bool:

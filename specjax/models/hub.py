@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specjax.models import smollm2
 from specjax.models.diagnosis import hint, is_gguf
+from specjax.models.directory import TOOL_TEMPLATE
 from specjax.validation import suggestion
 from specjax.validation.extras import install_command
 
@@ -23,6 +24,7 @@ FILES = (  # the files that specjax reads; weights in other formats or in subfol
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
     "vocab.json",
     "vocab.txt",
     "merges.txt",
