@@ -162,6 +162,16 @@ def test_scales_are_read_from_checkpoints(tmp_path, names):
     np.testing.assert_array_equal(params["layers"][1]["value_scale"], [0.5, 2])
 
 
+def test_one_scale_for_keys_and_values(tmp_path):
+    """As the first files with such scales have it. Zeros that some tools store beside scales are not read."""
+    quantization = {"quant_method": "fp8", "kv_cache_scheme": "static"}
+    names = "self_attn.kv_scale", "self_attn.k_zero_point"
+    directory = write(tmp_path, [(np.float32(0.5), np.float32(0))] * 2, names, quantization)
+    for layer in models.load(directory, cache_dtype="fp8").params["layers"].values():
+        np.testing.assert_array_equal(layer["key_scale"], np.float32([0.5, 0.5]))
+        np.testing.assert_array_equal(layer["value_scale"], np.float32([0.5, 0.5]))
+
+
 def test_scales_of_layers_with_other_numbers_of_heads(tmp_path):
     """Gemma 4 has two kv heads in its first layer, which slides, and one in its second."""
     write(tmp_path, [(np.float32(0.5), np.float32(0.25))] * 2, case="gemma4")

@@ -16,9 +16,9 @@ from specjax.types import Model
 from specjax.validation import suggestion
 
 CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
-_SCALE = re.compile(  # of the keys or values of a layer, as compressed-tensors, ModelOpt and older files name it
+_SCALE = re.compile(  # of keys, values or both of a layer, as compressed-tensors, ModelOpt and older files name it
     r"(?:backbone\.|model\.|language_model\.model\.|model\.language_model\.)?layers\.(?P<layer>\d+)\.(?:self_attn|mixer)\."
-    r"(?:(?P<kind>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
+    r"(?:(?P<kind>[kv]|kv)_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))"
 )
 _PARAMS = {"k": "key_scale", "v": "value_scale"}
 
@@ -112,10 +112,11 @@ def with_cache_scales(model: Model, checkpoint: Checkpoint, sharding: jax.shardi
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[tuple[str, int, str]]:
-    """Return the names of the scales in the files, each with its layer, and "k" or "v"."""
+    """Return the names of the scales in the files, each with its layer, and "k" or "v". One may be of both."""
     for name in checkpoint.tensors(np.dtype("float32")).names():
         if match := _SCALE.fullmatch(name):
-            yield name, int(match["layer"]), match["kind"] or match["of"]
+            for kind in match["kind"] or match["of"]:
+                yield name, int(match["layer"]), kind
 
 
 def _read_scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> np.ndarray:
@@ -131,7 +132,9 @@ def _read_scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> np.ndar
 def _check_scheme(checkpoint: Checkpoint) -> None:
     """Raise ValueError where the config says that the scales of the cache belong to another dtype than e4m3."""
     config = checkpoint.quantization_fields
-    if config.fields.get("kv_cache_scheme"):
+    if isinstance(config.fields.get("kv_cache_scheme"), str):
+        config.only("kv_cache_scheme", "static")  # of the method fp8, whose scales are of e4m3
+    elif config.fields.get("kv_cache_scheme"):
         scheme = config.table("kv_cache_scheme")
         scheme.choice("type", ("float",))
         scheme.only("num_bits", 8)

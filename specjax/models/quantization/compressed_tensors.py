@@ -10,6 +10,7 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.quantization.fp8 import block_of, read_e4m3, read_mxfp8
 from specjax.models.quantization.linear_files import (
     FLOATS,
+    OF_ATTENTION,
     StoredLinear,
     num_groups,
     order_of,
@@ -53,7 +54,7 @@ class CompressedTensors:
 
     groups: tuple[Group, ...]
     ignored: tuple[str, ...]
-    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale", "*.output_scale")  # `cache_dtype` reads some
+    unneeded: tuple[str, ...] = OF_ATTENTION  # as `Scheme` has them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "CompressedTensors":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.quantization.linear_files import FLOATS, StoredLinear, shape_in
+from specjax.models.quantization.linear_files import FLOATS, OF_ATTENTION, StoredLinear, shape_in
 from specjax.models.quantized import Quantized, pack
 
 FORMATS = "e4m3", "float8_e4m3fn"  # names of one format; MiniMax-M2 has the longer one
@@ -26,7 +26,7 @@ class FP8:
     """How the files of a checkpoint store matrices of e4m3."""
 
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None is all
-    unneeded: tuple[str, ...] = ("*.k_scale", "*.v_scale", "*.q_scale", "*.output_scale")  # `cache_dtype` reads some
+    unneeded: tuple[str, ...] = OF_ATTENTION  # as `Scheme` has them
 
     @classmethod
     def of(cls, config: ConfigFile) -> "FP8":

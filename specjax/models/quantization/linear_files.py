@@ -12,6 +12,11 @@ import numpy as np
 from specjax.models.quantized import Quantized
 
 FLOATS = ("float32", "bfloat16", "float16")
+# Names of arrays of the cache and of the numbers of attention, of which `cache_dtype` reads some.
+OF_ATTENTION = (
+    *("*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.output_scale", "*.prob_output_scale"),
+    *("*.k_zero_point", "*.v_zero_point", "*.q_zero_point"),
+)
 
 
 class Entry(Protocol):
