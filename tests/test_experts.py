@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from families import ALL, CONFIGS, make_tensor, shapes, write
 from jax.sharding import Mesh
-from quantized_files import fp8_stack, int8
+from quantized_files import bits4, fp8_stack, int8
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, whole_logits
 
@@ -30,7 +30,7 @@ from specjax.models.experts import (
     tiles_of,
 )
 from specjax.models.layer import LayerConfig
-from specjax.models.quantized import Quantized, dequantize, is_quantized, quantize
+from specjax.models.quantized import NF4, Quantized, dequantize, is_quantized, quantize
 from specjax.sampling import Sampling
 from specjax.testing import assert_model, chi_square
 from specjax.types import ModelInput
@@ -448,6 +448,29 @@ def test_stacks_of_experts_in_fp8_with_inputs_first_are_refused(tmp_path):
     (directory / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"gate_up_proj must be floats or MXFP4, .* but for FP8 with the outputs"):
         load(directory)
+
+
+def test_experts_of_gpt_oss_with_a_layer_for_each_matrix(tmp_path):
+    """As Unsloth has them, in NF4."""
+    directory, plain = (write(tmp_path / folder, "gpt_oss") for folder in ("codes", "floats"))
+    rng, tensors = np.random.default_rng(0), dict(load_file(plain / "model.safetensors"))
+    others = {name: x for name, x in tensors.items() if "experts" not in name}
+    stored = {name.replace("router.", "router.linear."): x for name, x in others.items()}
+    for name, x in [(name, x) for name, x in tensors.items() if name.endswith("_proj") and "experts" in name]:
+        number, inputs, outputs = x.shape
+        made = [bits4(rng, outputs, inputs, NF4, nested=True) for _ in range(number)]
+        for i, (arrays, _) in enumerate(made):
+            stored |= {f"{name}s.{i}.{key}": np.ascontiguousarray(value) for key, value in arrays.items()}
+            stored[f"{name}s.{i}.bias"] = np.ascontiguousarray(tensors[f"{name}_bias"][i])
+        tensors[name] = np.ascontiguousarray(np.stack([w.T for _, w in made]))
+    save_file(stored, directory / "model.safetensors")
+    save_file(tensors, plain / "model.safetensors")
+    fields = CONFIGS["gpt_oss"] | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (directory / "config.json").write_text(json.dumps(fields))
+    model, expected = load(directory), np.asarray(whole_logits(load(plain)))
+    assert model.params["layers"][0]["experts_gate_up"].code == "nf4"
+    assert difference(whole_logits(model), expected) <= TOLERANCE
+    assert difference(whole_logits(load(directory, mesh=two_devices())), expected) <= TOLERANCE
 
 
 def write_mxfp4(directory):

@@ -261,6 +261,17 @@ class Tensors:
 
         return self._array(Stored((size,), self._dtype, fill), [name])
 
+    def rows(self, names: Sequence[str], size: int) -> Array:
+        """Read vectors of one size as the rows of a table [number of names, size]."""
+        for name in names:
+            self._check(name, (size,))
+
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+            for i, number in enumerate(range(*bounds[0])):
+                self._copy(out[i], names[number], (slice(*bounds[1]),))
+
+        return self._array(Stored((len(names), size), self._dtype, fill), names)
+
     def matrices(self, inputs: int, outputs: dict[str, int], *, transposed: bool = False) -> Any:
         """Read matrices of one input and concatenate their outputs: [inputs, sum of outputs], or its transpose.
 

@@ -50,16 +50,27 @@ class Names:
     def params(self, config: DecoderConfig, ffn: Experts, tensors: Tensors, layer: str) -> dict[str, Any]:
         """Read the parameters of a mixture, as `Experts.shapes` names them.
 
-        Floats are stored with the inputs of a matrix first, codes with the outputs first.
+        Floats are stored with the inputs of a matrix first, codes with the outputs first. Unsloth, whose files are in
+        codes of bitsandbytes, has a layer for each matrix of each expert.
         """
         router, experts = f"{layer}.mlp.router", f"{layer}.mlp.experts"
         number, hidden, size = ffn.router.num_experts, config.hidden_size, config.expert_size
         gate_up, down = f"{experts}.gate_up_proj", f"{experts}.down_proj"
+        has_layers = f"{gate_up}s.0.weight" in tensors
+        router = f"{router}.linear" if has_layers else router
         params = {
             "router": tensors.table(f"{router}.weight", number, hidden),
             "router_bias": tensors.vectors({f"{router}.bias": number}),
-            "experts_out_bias": tensors.table(f"{down}_bias", number, hidden),
         }
+        if has_layers:
+            gate_ups, downs = ([f"{name}s.{i}" for i in range(number)] for name in (gate_up, down))
+            return params | {
+                "experts_gate_up": tensors.stack(hidden, [{f"{one}.weight": 2 * size} for one in gate_ups]),
+                "experts_gate_up_bias": tensors.rows([f"{one}.bias" for one in gate_ups], 2 * size),
+                "experts_out": tensors.stack(size, [{f"{one}.weight": hidden} for one in downs]),
+                "experts_out_bias": tensors.rows([f"{one}.bias" for one in downs], hidden),
+            }
+        params["experts_out_bias"] = tensors.table(f"{down}_bias", number, hidden)
         if not ffn.is_interleaved:
             parts = [f"{experts}.{name}" for name in ("gate_proj", "up_proj")]
             return params | {
