@@ -201,7 +201,8 @@ class StepTimes:
     seconds: Mapping[int, Mapping[int, float]]
 
     def __post_init__(self):
-        if not self.seconds or not all(self.seconds.values()):
+        is_table = isinstance(self.seconds, Mapping) and all(isinstance(x, Mapping) for x in self.seconds.values())
+        if not (is_table and self.seconds and all(self.seconds.values())):
             raise ValueError(f"seconds must have a time for a number of sequences and of drafts, got {self.seconds!r}")
         batches = _count("a key of seconds", list(self.seconds))
         _require(batches >= 1, "a key of seconds", ">= 1", batches)

@@ -336,6 +336,11 @@ def test_bad_requests_are_refused(engine, prompt, params, message):
         engine.submit(prompt, SamplingParams(**params))
 
 
+def test_a_salt_that_is_no_text_is_refused(engine):
+    with pytest.raises(ValueError, match=r"cache_salt must be text that UTF-8 can encode, got '\\ud800'"):
+        engine.submit([1], cache_salt="\ud800")
+
+
 def test_params_of_another_type_are_refused(engine):
     with pytest.raises(ValueError, match=r"params must be SamplingParams, got {'max_tokens': 3}"):
         engine.submit([1], {"max_tokens": 3})
@@ -535,6 +540,11 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
         ({"step_times": TIMES, "draft_lengths": (0, 2)}, r"for each K of \[0, 2\], got \[0, 3\] for 1 sequences"),
         ({"step_times": StepTimes({1: {9: 1.0}})}, r"that the drafter can make, at most 3, got \[9\]"),
         ({"step_times": 3}, r"step_times must be a theory\.StepTimes or the path of a file, got 3"),
+        ({"draft_lengths": 3}, "draft_lengths must be None or a sequence of integers, got 3"),
+        (
+            {"draft_lengths": (0, 3), "choose_draft_length": 3},
+            "choose_draft_length must be None or a function, got 3",
+        ),
         ({"draft_lengths": (4,)}, r"draft_lengths must be one or more integers in \[0, 3\], got \(4,\)"),
         ({"chunks_per_step": 0}, "chunks_per_step must be an integer >= 1, got 0"),
         ({"prompt_sizes": [4, 0]}, r"prompt_sizes must be integers >= 1, numbers of tokens, got \[4, 0\]"),
@@ -542,12 +552,16 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
         ({"mixed_sizes": 8}, "mixed_sizes must be pairs of numbers, of slots of .*, got 8"),
         ({"mixed_sizes": [(3, 3)]}, r"and tokens of \[.*\], up to chunk_size, got \(3, 3\)"),
         ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
+        ({"grammar_seconds": "10"}, "grammar_seconds must be positive and finite, got '10'"),
+        ({"eos_token_ids": 5}, rf"eos_token_ids must be ids in \[0, {VOCAB}\), got 5"),
+        ({"eos_token_ids": [VOCAB]}, rf"eos_token_ids must be ids in \[0, {VOCAB}\), got \[{VOCAB}\]"),
         ({"max_length": 0}, "max_length must be an integer >= 2, got 0"),
         ({"max_length": 32.0}, "max_length must be an integer >= 2, got 32.0"),
         ({"num_pages": 2.5}, "num_pages must be an integer >= 1, got 2.5"),
         ({"max_waiting": -1}, "max_waiting must be an integer >= 0, got -1"),
         ({"capacities": {"samples": 2}}, "capacities must be None or Capacities, got {'samples': 2}"),
         ({"warm_up": [{"temperature": 0}]}, r"warm_up must be None or SamplingParams of requests .*, got \[{"),
+        ({"warm_up": SamplingParams()}, "warm_up must be None or SamplingParams of requests .*, got SamplingParams"),
     ],
 )
 def test_bad_sizes(target, options, message):

@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 from test_llm import random_tensors, write_checkpoint
 
-from specjax import LLM, models, proposers
+from specjax import LLM, decode, models, proposers, sampling
 from specjax.cli import main
 from specjax.models import checkpoint
 from specjax.operations.dispatch import check_implementation
+from specjax.theory import StepTimes
 from specjax.validation import suggestion
 
 
@@ -41,6 +44,30 @@ class TestWords:
         """A directory beside it has nearly this name."""
         assert message(LLM, str(directory.parent / "lama-3")).endswith("lama-3'; did you mean 'llama-3'?")
         assert message(models.load, directory.parent / "lama-3").endswith("did you mean 'llama-3'?")
+
+    @pytest.mark.parametrize("wrong", [5, b"llama-3"])
+    def test_no_path(self, wrong):
+        assert message(LLM, wrong) == f"model must be a path or a name on the Hugging Face Hub, got {wrong!r}"
+        assert message(models.load, wrong) == f"directory must be a path, got {wrong!r}"
+
+    def test_no_mesh(self, directory):
+        model = models.load(directory)
+        for call in (partial(LLM, directory, mesh=3), partial(models.load, directory, mesh=3)):
+            assert message(call) == "mesh must be a jax.sharding.Mesh, got 3"
+        assert message(models.tensor_parallel, model, 3) == "mesh must be a jax.sharding.Mesh, got 3"
+
+    def test_other_types(self, directory):
+        model = models.load(directory)
+        assert message(models.with_feature_layers, model, 1) == "feature_layers must be a sequence of layers, got 1"
+        assert message(StepTimes, 5).endswith("a number of sequences and of drafts, got 5")
+        assert message(StepTimes, {1: 2.0}).endswith("a number of sequences and of drafts, got {1: 2.0}")
+        assert message(sampling.batch, 5).endswith("one for each row, got 5")
+        assert message(sampling.batch, [5]).endswith("one for each row, got [5]")
+        rows, key = sampling.batch([sampling.SamplingParams()]), jax.random.key(0)
+        prompts, lengths = jnp.ones((1, 2), jnp.int32), jnp.array([2])
+        given = prompts, lengths, rows, key
+        assert message(decode.prefill, 5, None, *given, max_length=4) == "model must be a specjax.Model, got int"
+        assert message(LLM.of, model, models.Checkpoint(directory).tokenizer(), eos_token_ids=5).endswith("got 5")
 
     def test_home(self, directory, monkeypatch):
         monkeypatch.setenv("HOME", str(directory.parent))

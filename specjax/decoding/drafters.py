@@ -172,6 +172,8 @@ def writes_memory(proposer: Any) -> bool:
 
 def check_pair(model: Model, proposer: Any) -> None:
     """Raise ValueError where a proposer makes too many drafts for this target, or must not write its memory."""
+    if not hasattr(model, "apply"):
+        raise ValueError(f"model must be a specjax.Model, got {type(model).__name__}")
     if model.max_step is not None and proposer.num_draft_tokens >= model.max_step:
         raise ValueError(
             f"num_draft_tokens must be at most {model.max_step - 1} for this target, which takes at most "

@@ -7,7 +7,7 @@ the coming step could have changed.
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -262,9 +262,13 @@ def check_choice(
     Without a function and a table the choice is None, and a table must be measured where there are several K.
 
     Raises:
-        ValueError: the arguments exclude each other, or the table lacks a K.
+        ValueError: an argument has a wrong type, the arguments exclude each other, or the table lacks a K.
     """
     given = draft_lengths
+    if not (draft_lengths is None or isinstance(draft_lengths, Collection)):
+        raise ValueError(f"draft_lengths must be None or a sequence of integers, got {draft_lengths!r}")
+    if not (choose_draft_length is None or callable(choose_draft_length)):
+        raise ValueError(f"choose_draft_length must be None or a function, got {choose_draft_length!r}")
     if step_times is not None and draft_lengths is None:
         draft_lengths = table_lengths(step_times, num_fed(proposer) - 1)
     is_chosen = draft_lengths is not None and len(set(draft_lengths)) > 1

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
@@ -181,15 +181,19 @@ class Engine:
         for name, number, least in numbers:
             if not (is_integer(number) and number >= least):
                 raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
+        are_ids = isinstance(eos_token_ids, Collection) and all(map(is_integer, eos_token_ids))
+        if not (are_ids and all(0 <= token < model.vocab_size for token in eos_token_ids)):
+            raise ValueError(f"eos_token_ids must be ids in [0, {model.vocab_size}), got {eos_token_ids!r}")
         if not (capacities is None or isinstance(capacities, Capacities)):
             raise ValueError(f"capacities must be None or Capacities, got {capacities!r}")
-        if not all(isinstance(each, SamplingParams) for each in warm_up or ()):
+        is_sequence = warm_up is None or isinstance(warm_up, Collection)
+        if not (is_sequence and all(isinstance(each, SamplingParams) for each in warm_up or ())):
             raise ValueError(f"warm_up must be None or SamplingParams of requests to expect, got {warm_up!r}")
         prompt_sizes, tile_size = checked_prompt_sizes(prompt_sizes, chunk_size, num_slots)
         proposer = proposer or proposers.none()
         times = as_step_times(step_times)
         draft_lengths, draft_length = check_choice(draft_lengths, choose_draft_length, times, proposer)
-        if not 0 < grammar_seconds < math.inf:
+        if not (isinstance(grammar_seconds, int | float) and 0 < grammar_seconds < math.inf):
             raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
         takes_pages = model.takes_pages and in_memory(proposer).takes_pages
         tables = pool = None
@@ -338,12 +342,16 @@ class Engine:
             raise ValueError(f"priority must be an integer, got {priority!r}")
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
+        try:
+            salt = cache_salt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"cache_salt must be text that UTF-8 can encode, got {cache_salt!r}") from error
         if not (client is None or isinstance(client, str)):
             raise ValueError(f"client must be a string or None, got {client!r}")
         ids = encode_prompt("prompt", prompt, self._tokenizer, params, self._max_length, self._vocab_size)
         rows = self._sampling_of(params)
         key = key_data(params.seed, self._entropy)
-        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority, cache_salt.encode())
+        samples = Samples(prompt, ids, params, rows, key, self._tokenizer, priority, salt)
         self._scheduler.check(samples.jobs[0])
         request = Request(self, samples, client)
         for job in samples.jobs:

@@ -1,7 +1,7 @@
 """Generate text from text: a target model with its tokenizer and a proposer of drafts."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +265,8 @@ class LLM:
         if size is None or size > model.vocab_size:
             got = type(tokenizer).__name__ if size is None else f"{size} tokens"
             raise ValueError(f"tokenizer must be a Tokenizer of at most {model.vocab_size} tokens, got {got}")
-        if not all(is_integer(token) and 0 <= token < model.vocab_size for token in eos_token_ids):
+        are_ids = isinstance(eos_token_ids, Collection) and all(map(is_integer, eos_token_ids))
+        if not (are_ids and all(0 <= token < model.vocab_size for token in eos_token_ids)):
             raise ValueError(f"eos_token_ids must be ids in [0, {model.vocab_size}), got {eos_token_ids!r}")
         limit = model.max_length
         if not is_integer(max_length if limit is None or max_length is not None else limit):

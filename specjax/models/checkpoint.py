@@ -16,7 +16,7 @@ from specjax.models.directory import Checkpoint
 from specjax.models.families import BUILD
 from specjax.models.network import with_feature_layers
 from specjax.models.sharding import tensor_parallel
-from specjax.parallel import check_axis, data_parallel
+from specjax.parallel import check_axis, check_mesh, data_parallel
 from specjax.types import Model
 from specjax.validation import suggestion
 
@@ -135,6 +135,7 @@ def _axes(mesh: Mesh, sharding: jax.sharding.Sharding | None) -> Collection[str]
     """Return the axes of a mesh; raise ValueError unless they say how the devices share the model."""
     if sharding is not None:
         raise ValueError(f"sharding must be None where mesh is given, got {sharding}")
+    check_mesh(mesh)
     if not mesh.shape or not set(mesh.shape) <= {"tensor", "batch"}:
         raise ValueError(f"mesh must have the axes 'tensor', 'batch' or both, got {list(mesh.shape)}")
     for axis in mesh.shape:

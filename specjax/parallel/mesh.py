@@ -254,8 +254,15 @@ def data_parallel(model: Model, mesh: Mesh, axis_name: str = "batch") -> Model:
     return replace(model, apply=shared, init_cache=init_cache, takes_pages=False, takes_groups=False)
 
 
+def check_mesh(mesh: Mesh) -> None:
+    """Raise ValueError for a mesh of another type."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
+
+
 def check_axis(mesh: Mesh, axis_name: str) -> None:
     """Raise ValueError unless the mesh has such an axis, and axes of the type Auto alone."""
+    check_mesh(mesh)
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name must be an axis of the mesh, one of {list(mesh.shape)}, got {axis_name!r}")
     if any(kind != AxisType.Auto for kind in mesh.axis_types):

@@ -1,6 +1,6 @@
 """The sampling parameters of a batch, as arrays with one row for each request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +133,8 @@ def batch(
     """
     if isinstance(params, SamplingParams):
         raise ValueError("params must be a sequence of SamplingParams, one for each row, got one alone")
+    if not (isinstance(params, Collection) and all(isinstance(p, SamplingParams) for p in params)):
+        raise ValueError(f"params must be a sequence of SamplingParams, one for each row, got {params!r}")
     rows = [lists_of(p, eos_token_ids, vocab_size, tokenize) for p in params]
 
     def column(name: str) -> Array | None:
