@@ -18,6 +18,9 @@ from test_hybrid_steps import hybrid
 
 import specjax
 from specjax import Categorical, Draft, Pages, decode, distributions, sampling, serialization, testing, verifiers
+from specjax.models.decoder import DecoderConfig, init_params
+from specjax.models.experts import Experts, SigmoidTopK, SoftmaxTopK
+from specjax.models.layer import LayerConfig
 from specjax.models.linear import linear
 from specjax.sampling import Sampling
 from specjax.sampling.cut import min_logit
@@ -146,6 +149,24 @@ def test_prompts_of_any_batch():
     expected = jax.nn.log_softmax(bigram.params)[prompts[:, :-1], prompts[:, 1:]]
     is_fed = np.arange(1, 5) < given[1][:, None]
     np.testing.assert_allclose(chosen[:, 1:5], np.where(is_fed, expected, 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("router", [SoftmaxTopK(6, 2), SigmoidTopK(6, 2, num_groups=3, num_chosen_groups=2)])
+def test_a_mixture_of_experts_for_any_batch(router):
+    """One row, few pairs that are compared, and many that are sorted."""
+    experts = Experts(router)
+    config = DecoderConfig(7, 8, 1, 2, 2, 4, 12, 16, expert_size=4, layers=(LayerConfig(ffn=experts),))
+    params = init_params(config, 0)["layers"][0]
+
+    def mixed(rows):
+        return experts.route(params, rows, 20 * rows[:, :6])[:2]
+
+    function = exported(mixed, *shapes((np.zeros((1, 8), np.float32),)))
+    for number in (1, 9, 600):
+        rows = np.random.default_rng(number).normal(size=(number, 8)).astype(np.float32)
+        (got, chosen), (expected, of_jit) = function.call(rows), jax.jit(mixed)(rows)
+        assert_equal(chosen, of_jit)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
 
 
 def test_steps_of_a_hybrid():

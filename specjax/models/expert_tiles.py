@@ -20,7 +20,7 @@ def tiles_of(experts: Array, num_experts: int, smallest: int, largest: int) -> T
     flat, pair = experts.reshape(-1), jax.lax.iota(jnp.int32, num_pairs)
     if share_no_tiles(num_rows, num_chosen, num_experts):
         return Tiles(pair // num_chosen, pair, pair, jnp.ones_like(pair), flat, size)
-    if num_pairs <= MAX_COMPARED:  # on GPUs a few comparisons take less time than a sort
+    if isinstance(num_pairs, int) and num_pairs <= MAX_COMPARED:  # on GPUs a few comparisons take less time than a sort
         tiles = choice.tiles_of_pairs(flat, jnp.ones_like(flat, bool), num_experts, num_tiles, size)
     else:
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -33,9 +33,12 @@ def tiles_of(experts: Array, num_experts: int, smallest: int, largest: int) -> T
 def sizes_of_tiles(num_rows: int, num_chosen: int, num_experts: int, smallest: int, largest: int) -> tuple[int, int]:
     """Return the number of tiles that any choice needs, and the most rows of one.
 
-    A tile has about as many rows as an expert has on average, a power of two from `smallest` to `largest`.
+    A tile has about as many rows as an expert has on average, a power of two from `smallest` to `largest`. Tiles have
+    the smallest size where the number of rows is symbolic, as in exported functions: it cannot be compared with others.
     """
     num_pairs = num_rows * num_chosen
+    if not isinstance(num_rows, int):
+        return num_experts + num_pairs // smallest, smallest
     average = 1 << (max(1, num_pairs // num_experts) - 1).bit_length()
     size = max(smallest, min(largest, average))
     if share_no_tiles(num_rows, num_chosen, num_experts):
@@ -45,4 +48,6 @@ def sizes_of_tiles(num_rows: int, num_chosen: int, num_experts: int, smallest: i
 
 def share_no_tiles(num_rows: int, num_chosen: int, num_experts: int) -> bool:
     """Return whether each pair of a row and one of its experts gets its tile, because few pairs share an expert."""
+    if not isinstance(num_rows, int):
+        return False
     return 4 * num_rows * num_chosen <= num_experts or num_rows == 1

@@ -66,7 +66,8 @@ def _largest(scores: Array, number: int) -> tuple[Array, Array]:
 
     The lower place comes first among equal scores. NaN is below every number.
     """
-    if scores.shape[0] > FEW_ROWS:
+    num_rows = scores.shape[0]
+    if not isinstance(num_rows, int) or num_rows > FEW_ROWS:  # a symbolic number cannot be compared
         return jax.lax.top_k(jnp.where(jnp.isnan(scores), -jnp.inf, scores), number)
     # On GPUs a few comparisons of all pairs take less time than a sort.
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
