@@ -153,12 +153,15 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be in [{least}, {most}], got {value}")
         return value
 
-    def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a field that must be a positive, finite number, as a float; or its default, which may be None."""
+    def number(self, name: str, default: Any = _REQUIRED, *, may_be_zero: bool = False) -> Any:
+        """Return a field that must be a positive, finite number, as a float; or its default, which may be None.
+
+        With `may_be_zero` it may be zero, too.
+        """
         value = self._read(name)
         if type(value) is not int:
             value = self.get(name, float, default)
-        if value is not None and not 0 < value < MAX_NUMBER:
+        if value is not None and not 0 < value < MAX_NUMBER and not (may_be_zero and value == 0):
             raise ValueError(f"{self.where(name)} must be positive and finite, got {value}")
         return None if value is None else float(value)
 

@@ -71,9 +71,9 @@ def with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerC
 def _gain(config: ConfigFile) -> float:
     """Return the factor that YaRN has on queries and on keys beside that on their parts that turn."""
     rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    of_all = rope.number("mscale_all_dim", None)
-    factor = 1.0 if of_all is None else rope.number("factor")
-    return 1.0 if of_all is None or factor <= 1 else 0.1 * of_all * math.log(factor) + 1
+    of_all = rope.number("mscale_all_dim", None, may_be_zero=True)
+    factor = rope.number("factor") if of_all else 1.0
+    return 0.1 * of_all * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _decoder(

@@ -10,7 +10,6 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama, mistral, mistral4, ropes
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import LayerConfig
-from specjax.models.rope import QueryScaling
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -39,8 +38,7 @@ def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = 
     config.only("hidden_act", "silu")
     config = config.with_defaults(rope_parameters=YARN)
     rope = config.table("rope_parameters")
-    beta = rope.number("llama_4_scaling_beta")
-    scaling = QueryScaling(beta, rope.size("original_max_position_embeddings"))
+    scaling = mistral4.query_scaling(rope)
     layers = llama.windowed(LayerConfig(), (config.size("sliding_window", None),))
     read = partial(ropes.read, ignored=("llama_4_scaling_beta", "max_position_embeddings"))
     options: dict[str, Any] = {"head_size": 128, "query_scaling": scaling, "rope": read, "ignored": ignored}

@@ -23,6 +23,13 @@ YARN = {  # the rotation of models whose files do not say it
 OTHER_FIELDS = "llama_4_scaling_beta", "max_position_embeddings"  # of the table that do not say how heads turn
 
 
+def query_scaling(rope: ConfigFile) -> QueryScaling | None:
+    """Return how queries are scaled by position, from the table of the rotation; None where its factor is zero."""
+    beta = rope.number("llama_4_scaling_beta", may_be_zero=True)
+    length = rope.size("original_max_position_embeddings")
+    return QueryScaling(beta, length) if beta else None
+
+
 def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = ()) -> Model:
     """Build the model of a Mistral Small 4 checkpoint, or of the text part of one, as `mistral.build` does."""
     config.refuse_null("norm_topk_prob", "rope_interleave")
@@ -32,8 +39,7 @@ def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = 
     rope.only("partial_rotary_factor", rope_size / (key_size + rope_size))
     rest = {name: value for name, value in rope.fields.items() if name != "partial_rotary_factor"}
     config = config.replaced(rope_parameters=rest)
-    beta = rope.number("llama_4_scaling_beta")
-    scaling = QueryScaling(beta, rope.size("original_max_position_embeddings"))
+    scaling = query_scaling(rope)
     for name in ("n_group", "topk_group"):
         config.only(name, 1)
     config.only("routed_scaling_factor", 1.0)

@@ -202,10 +202,10 @@ def _yarn(config: ConfigFile, rope: ConfigFile, theta: float, length: int) -> Ya
     def gain(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1
 
-    scale, of_all = rope.number("mscale", None), rope.number("mscale_all_dim", None)
+    scale, of_all = (rope.number(name, None, may_be_zero=True) for name in ("mscale", "mscale_all_dim"))
     given = rope.number("attention_factor", None)
     if given is None:
-        given = gain(1.0) if scale is None or of_all is None else gain(scale) / gain(of_all)
+        given = gain(scale) / gain(of_all) if scale and of_all else gain(1.0)
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     truncate = rope.get("truncate", bool, "truncate" not in rope.fields)  # transformers takes null for false
     return YarnScaling(factor, length, theta, fast, slow, truncate, given)
