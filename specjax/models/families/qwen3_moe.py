@@ -11,6 +11,7 @@ from specjax.types import Model
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Qwen3-MoE checkpoint."""
     config.only("hidden_act", "silu")
+    config.only("use_qk_norm", True)  # Qwen3-Coder says what all models of this type have
     bias = config.get("attention_bias", bool, False)
     attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True)
     sizes = mixtures.counts(config, "num_experts", "num_local_experts")
