@@ -13,6 +13,7 @@ from specjax.types import Model
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of an EXAONE 4 checkpoint."""
     config.only("hidden_act", "silu")
+    config.only("reorder_qk_norm", True)  # norms after the sublayers, and of heads
     attention = Attention(has_head_norms=True)
     window = config.size("sliding_window", config.unless_null("sliding_window", 4096))
     if window is None or "layer_types" in config:
