@@ -181,6 +181,18 @@ def test_linear_scaling():
         scaling({"rope_freqs.weight": ()}, factor=4.0)
 
 
+def test_templates_by_name(tmp_path, rng):
+    """As files of Hermes 3 have them."""
+    path, _ = both(tmp_path, rng, tokenizer=files.byte_level())
+    assert models.Checkpoint(path).tool_template is None
+    tokenizer = files.byte_level(**{"tokenizer.chat_template.tool_use": "{{ tools }}"})
+    tensors, _ = make(rng, "llama", {})
+    path = files.write(tmp_path / "named.gguf", files.architecture() | tokenizer, tensors)
+    checkpoint = models.Checkpoint(path)
+    assert checkpoint.chat_template == tokenizer["tokenizer.chat_template"]
+    assert checkpoint.tool_template == "{{ tools }}"
+
+
 def test_tokens_that_end_a_sequence():
     from specjax.models.gguf.config import settings_of
     from specjax.models.gguf.header import Header

@@ -29,6 +29,7 @@ TEXTS_OF_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
     *("<turn|>", "<|tool_response>"),
 )
+TEMPLATES = {"default": "chat_template", "tool_use": "chat_template.tool_use"}  # fields of templates by their names
 OF_HARMONY = "<|return|>", "<|call|>"  # tokens of gpt-oss, whose <|end|> ends no turn but a message in it
 
 
@@ -137,13 +138,16 @@ def settings_of(header: Header) -> dict[str, dict[str, Any]]:
         ids[name] = value
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     texts = {field: tokens[ids[name]] for field, name in named.items() if tokens and name in ids}
-    template = header.fields.get("tokenizer.chat_template")
-    if template is not None:
+    templates = {name: header.fields.get(f"tokenizer.{field}") for name, field in TEMPLATES.items()}
+    templates = {name: template for name, template in templates.items() if template is not None}
+    for name, template in templates.items():
         if not isinstance(template, str):
-            raise ValueError(
-                f"tokenizer.chat_template in {header.path} must be a string, got {type(template).__name__}"
-            )
-        texts["chat_template"] = template
+            got = f"{header.path} must be a string, got {type(template).__name__}"
+            raise ValueError(f"tokenizer.{TEMPLATES[name]} in {got}")
+    if list(templates) == ["default"]:
+        texts["chat_template"] = templates["default"]
+    elif templates:
+        texts["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
     ends = [ids[name] for name in ENDS if name in ids]
     ends += [i for i in _ends_by_text(tokens) if i not in ends]
     return {"generation_config.json": {"eos_token_id": ends}, "tokenizer_config.json": texts}
