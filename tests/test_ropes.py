@@ -176,6 +176,17 @@ def test_nulls_that_transformers_does_not_take(table, beside, name, tmp_path):
         ropes.read(ConfigFile(tmp_path, fields), 8)
 
 
+def test_a_table_of_each_version_of_transformers(tmp_path):
+    new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    fields = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": new, "max_position_embeddings": 96}
+    config = ConfigFile(tmp_path, fields)
+    assert ropes.read(config, 16) == Rope(500.0, LinearScaling(2.0))
+    config.check_computation()
+    for table in ({"type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}):
+        with pytest.raises(ValueError, match=r"rope_scaling in .* must be absent or say what rope_parameters says"):
+            ropes.read(ConfigFile(tmp_path, fields | {"rope_scaling": table}), 16)
+
+
 def test_a_null_beside_the_table_turns_whole_heads(tmp_path):
     fields = {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default"}}
     assert ropes.read(ConfigFile(tmp_path, fields), 8, rotary_factor=0.5) == Rope()

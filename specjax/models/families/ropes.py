@@ -45,7 +45,7 @@ def read(
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
     """
-    table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    table = _table(config)
     table.ignore(*ignored)
     base = _base(config, table, "rope_theta", theta)
     # Beside the table this length goes first.
@@ -102,6 +102,20 @@ read_fixed = partial(read, kinds=FIXED)
 def read_side_by_side(config: ConfigFile, head_size: int, **options: Any) -> Rope:
     """Return how heads turn whose numbers that turn together stand side by side; the arguments are as in `read`."""
     return replace(read(config, head_size, **options), is_interleaved=True)
+
+
+def _table(config: ConfigFile) -> ConfigFile:
+    """Return the table that transformers 5 or, without it, transformers 4 reads; a file for both has them alike."""
+    old, new = config.table("rope_scaling"), config.table("rope_parameters")
+    if not new.fields:
+        return old
+    renamed = {"rope_type" if name == "type" else name: value for name, value in old.fields.items()}
+    if any(name not in new.fields or new.fields[name] != value for name, value in renamed.items()):
+        raise ValueError(
+            f"{config.where('rope_scaling')} must be absent or say what rope_parameters says, got {old.fields} beside "
+            f"{new.fields}"
+        )
+    return new
 
 
 def _base(config: ConfigFile, table: ConfigFile, name: str, default: float) -> float:
