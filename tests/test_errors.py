@@ -62,6 +62,7 @@ class TestWords:
         assert message(StepTimes, 5).endswith("a number of sequences and of drafts, got 5")
         assert message(StepTimes, {1: 2.0}).endswith("a number of sequences and of drafts, got {1: 2.0}")
         assert message(sampling.batch, 5).endswith("one for each row, got 5")
+        assert message(proposers.fallback, proposers.ngram(2), 6) == "second must be a proposer, got 6"
         assert message(sampling.batch, [5]).endswith("one for each row, got [5]")
         rows, key = sampling.batch([sampling.SamplingParams()]), jax.random.key(0)
         prompts, lengths = jnp.ones((1, 2), jnp.int32), jnp.array([2])

@@ -171,6 +171,9 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
     Returns:
         A proposer.
 
+    Raises:
+        ValueError: an argument is no proposer.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from specjax import Context, proposers
@@ -181,6 +184,9 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
         Array([[ 7,  5, -1],
                [ 9,  2,  5]], dtype=int32)
     """
+    for name, proposer in (("first", first), ("second", second)):
+        if not hasattr(proposer, "propose"):
+            raise ValueError(f"{name} must be a proposer, got {proposer!r}")
     if hasattr(second, "with_num_draft_tokens"):
         second = with_num_draft_tokens(second, second.num_draft_tokens, may_pause=True)
     return Fallback(first, second)
