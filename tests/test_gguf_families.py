@@ -127,6 +127,32 @@ CASES = {
         {"add_expert_count": 6, "add_expert_used_count": 1, "add_expert_feed_forward_length": 20}
         | {"add_feed_forward_length": 48, "add_interleave_moe_layer_step": 1},
     ),
+    "mistral3": (
+        "ministral3",
+        {
+            "sliding_window": None,
+            "rope_parameters": ALL["ministral3"]["rope_parameters"] | {"truncate": True},
+        },
+        {
+            "add_attn_temperature_scale": 0.5,
+            "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+            "add_rope_scaling_factor": 4.0,
+            "add_rope_scaling_orig_ctx_len": 4,
+            "add_rope_scaling_yarn_beta_fast": 0.5,
+            "add_rope_scaling_yarn_beta_slow": 0.1,
+            "add_rope_scaling_yarn_log_mul": 1.0,
+            "add_rope_freq_base": 500.0,
+        },
+    ),
+    "mistral3 small": (
+        "ministral3",
+        {
+            "model_type": "mistral",
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        {"add_rope_freq_base": 500.0},
+    ),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4}, {}),
     "granite": (
         "granite",
@@ -207,7 +233,7 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
     for name, values in apart(tensors).items():
         part = name.split(".")[-2]
         # The halves of each head lie between each other.
-        if architecture in ("llama", "smollm3", "granite") and part in heads:
+        if architecture in ("llama", "mistral3", "smollm3", "granite") and part in heads:
             values = values.reshape(heads[part], 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture == "gemma3" and name.endswith("norm.weight"):
             values = values + 1

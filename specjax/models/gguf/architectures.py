@@ -212,6 +212,20 @@ def _llama4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mistral3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("attention.sliding_window", 0)
+    fields.only("expert_count", 0)
+    scaling, beta = fields.yarn(), fields.get("attention.temperature_scale", float, 0.0)
+    if scaling is None and not beta:  # Mistral Small 3
+        return {"model_type": "mistral", "sliding_window": None}
+    if scaling is None:
+        place = f"{fields.architecture}.rope.scaling.type in {fields.header.path}"
+        raise ValueError(f"{place} must be 'yarn' beside attention.temperature_scale = {beta}, got another one")
+    of_queries = {"rope_theta": config["rope_theta"], "llama_4_scaling_beta": beta, "mscale": 1.0}
+    of_queries["mscale_all_dim"] = fields.get("rope.scaling.yarn_log_multiplier", float, 0.0)
+    return {"model_type": "ministral3", "rope_scaling": None, "rope_parameters": scaling | of_queries}
+
+
 def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return _with_yarn(fields, config) | _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
@@ -393,6 +407,7 @@ ARCHITECTURES = {
         has_experts=True,
     ),
     "llama4": Architecture(fields=_llama4, names=OF_LLAMA4, has_experts=True),
+    "mistral3": Architecture(fields=_mistral3, has_halves_between=True, scalings=("yarn",)),
     "qwen2": Architecture(fields=_with_yarn, scalings=("yarn",)),
     "qwen3": Architecture(fields=_with_yarn, scalings=("yarn",)),
     "qwen3moe": Architecture(fields=_qwen3_moe, names=OF_EXPERTS, scalings=("yarn",), has_experts=True),
