@@ -153,6 +153,14 @@ CASES = {
         },
         {"add_rope_freq_base": 500.0},
     ),
+    "glm4": ("glm4", {}, {"add_rope_dimension_count": 4}),
+    "exaone4": (
+        "exaone4",
+        {},
+        {"add_sliding_window": 5, "add_sliding_window_pattern": [True, False, True]},
+    ),
+    "exaone4 full": ("exaone4_full", {}, {}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 8}, {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4}, {}),
     "granite": (
         "granite",

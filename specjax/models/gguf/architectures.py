@@ -1,6 +1,6 @@
 """The architectures that are read from GGUF files, and how the files of one differ from the files of others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -69,12 +69,7 @@ def _gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     number, header = config["num_hidden_layers"], fields.header
-    slides = header.fields.get(f"{fields.architecture}.attention.sliding_window_pattern")
-    if not isinstance(slides, list) or len(slides) != number or not all(type(one) is bool for one in slides):
-        raise ValueError(
-            f"{fields.architecture}.attention.sliding_window_pattern in {header.path} must be {number} times true or "
-            f"false, got {slides!r}"
-        )
+    slides = fields.slides(number)
     kv_heads, widths = (fields.of_layers(name, number) for name in ("attention.head_count_kv", "feed_forward_length"))
     num_own = number - fields.get("attention.shared_kv_layers", int, 0)
     full = [i for i, one in enumerate(slides) if not one]
@@ -82,7 +77,7 @@ def _gemma4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     size = fields.get("attention.key_length", int)
     return {
         "model_type": "gemma4_text",
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "layer_types": _layer_types(slides),
         "sliding_window": fields.get("attention.sliding_window", int),
         "head_dim": fields.get("attention.key_length_swa", int, size),
         "global_head_dim": size,
@@ -230,6 +225,25 @@ def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return _with_yarn(fields, config) | _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
+def _exaone4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    window, number = fields.get("attention.sliding_window", int, 0), config["num_hidden_layers"]
+    slides = fields.slides(number, [(i + 1) % 4 != 0 for i in range(number)]) if window else [False] * number
+    return {"sliding_window": window or None, "layer_types": _layer_types(slides)}
+
+
+def _ernie4_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    return _without_window(fields, config) | {"use_bias": config["attention_bias"]}
+
+
+def _layer_types(slides: Sequence[bool]) -> list[str]:
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _glm4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    turned = fields.get("rope.dimension_count", int, config["head_dim"])
+    return _with_yarn(fields, config) | {"partial_rotary_factor": turned / config["head_dim"]}
+
+
 def _glm4_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     fields.only("attention.sliding_window", 0)
     fields.only("expert_gating_func", 2)  # sigmoids
@@ -374,6 +388,11 @@ OF_GLM = (
     *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
     *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
 )
+OF_GLM4 = (
+    ("ffn_up", "mlp.gate_up_proj"),
+    ("post_attention_norm", "post_self_attn_layernorm"),
+    ("post_ffw_norm", "post_mlp_layernorm"),
+)
 OF_GPT_OSS = (
     ("attn_sinks.weight", "self_attn.sinks"),
     POST_NORMS[0],
@@ -414,6 +433,7 @@ ARCHITECTURES = {
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,
     "qwen3next": replace(QWEN35_MOE, holds=partial(delta_nets.in_order, is_tiled=False)),
+    "glm4": Architecture(fields=_glm4, names=OF_GLM4, has_partial_rotary=True, scalings=("yarn",)),
     "glm4moe": Architecture(fields=_glm4_moe, names=OF_EXPERTS + OF_GLM, has_partial_rotary=True, has_experts=True),
     "deepseek2": Architecture(
         fields=_deepseek2,
@@ -450,6 +470,8 @@ ARCHITECTURES = {
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
+    "exaone4": Architecture(fields=_exaone4, names=POST_NORMS),
+    "ernie4_5": Architecture(fields=_ernie4_5),
     "olmo2": Architecture(names=POST_NORMS),
     "phi3": Architecture(
         fields=_phi3,

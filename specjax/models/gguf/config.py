@@ -16,9 +16,10 @@ SIZES = {
     "hidden_size": "embedding_length",
     "num_attention_heads": "attention.head_count",
 }
-LLAMA3_SCALINGS = (  # of Llama 3.1, Llama 3.2 and Llama 4 Scout
+LLAMA3_SCALINGS = (  # of Llama 3.1, Llama 3.2, EXAONE 4 and Llama 4 Scout
     Llama3Scaling(8.0, 1.0, 4.0, 8192),
     Llama3Scaling(32.0, 1.0, 4.0, 8192),
+    Llama3Scaling(16.0, 1.0, 4.0, 8192),
     Llama3Scaling(16.0, 1.0, 1.0, 8192),
 )
 MAX_LAYERS = 1024
@@ -117,7 +118,8 @@ def _scaling(fields: Fields, head_size: int, others: tuple[str, ...]) -> dict[st
                 "original_max_position_embeddings": scaling.original_length,
             }
     raise ValueError(
-        f"tensor rope_freqs.weight in {fields.header.path} must be the factors of Llama 3.1, 3.2 or 4, got others"
+        f"tensor rope_freqs.weight in {fields.header.path} must be the factors of Llama 3.1, 3.2 or 4, or of EXAONE 4, "
+        "got others"
     )
 
 

@@ -45,6 +45,14 @@ class Fields:
             raise ValueError(f"{full} in {self.header.path} must be an integer, or {number} of them, got {found!r}")
         return found
 
+    def slides(self, number: int, default: list[bool] | None = None) -> list[bool]:
+        """Return for each layer whether it attends inside a window; without a default the field is required."""
+        name = f"{self.architecture}.attention.sliding_window_pattern"
+        found = self.header.fields.get(name, default)
+        if not isinstance(found, list) or len(found) != number or not all(type(one) is bool for one in found):
+            raise ValueError(f"{name} in {self.header.path} must be {number} times true or false, got {found!r}")
+        return found
+
     def recurrent_sizes(self) -> RecurrentSizes:
         """Return the sizes of layers that recur, as files of all such architectures have them."""
         heads, inner = self.get("ssm.time_step_rank", int), self.get("ssm.inner_size", int)

@@ -32,7 +32,7 @@ SPLITS: dict[str, str] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx
 SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4"), GPT4O)
 SPLITS |= {"qwen35": QWEN35, "tekken": TEKKEN, "pixtral": TEKKEN}
 DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
-PLAIN = ("gpt-2", "default")
+PLAIN = ("gpt-2", "exaone4", "default")
 
 
 def tokenizer_of(header: Header) -> "Tokenizer":
