@@ -154,6 +154,17 @@ CASES = {
         {"add_rope_freq_base": 500.0},
     ),
     "glm4": ("glm4", {}, {"add_rope_dimension_count": 4}),
+    "minimax-m2": (
+        "minimax_m2",
+        {},
+        {
+            "add_expert_count": 6,
+            "add_expert_used_count": 3,
+            "add_expert_feed_forward_length": 48,
+            "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "add_rope_dimension_count": 8,
+        },
+    ),
     "exaone4": (
         "exaone4",
         {},

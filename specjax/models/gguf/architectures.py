@@ -221,6 +221,16 @@ def _mistral3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_scaling": None, "rope_parameters": scaling | of_queries}
 
 
+def _minimax_m2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    fields.only("expert_gating_func", 2)  # sigmoids
+    found = _without_window(fields, config) | _experts(fields, "num_local_experts")
+    return found | {
+        "model_type": "minimax_m2",
+        "intermediate_size": found.pop("moe_intermediate_size"),
+        "rotary_dim": fields.get("rope.dimension_count", int, config["head_dim"]),
+    }
+
+
 def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return _with_yarn(fields, config) | _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
@@ -367,6 +377,7 @@ OF_MIXTRAL = (
     ("ffn_up_exps", "block_sparse_moe.experts.*.w3"),
     ("ffn_down_exps", "block_sparse_moe.experts.*.w2"),
 )
+OF_MINIMAX = (*OF_MIXTRAL, ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"))
 OF_GEMMA4 = (
     *GEMMA_NORMS,
     ("post_ffw_norm_1", "post_feedforward_layernorm_1"),
@@ -426,6 +437,7 @@ ARCHITECTURES = {
         has_experts=True,
     ),
     "llama4": Architecture(fields=_llama4, names=OF_LLAMA4, has_experts=True),
+    "minimax-m2": Architecture(fields=_minimax_m2, names=OF_MINIMAX, has_partial_rotary=True, has_experts=True),
     "mistral3": Architecture(fields=_mistral3, has_halves_between=True, scalings=("yarn",)),
     "qwen2": Architecture(fields=_with_yarn, scalings=("yarn",)),
     "qwen3": Architecture(fields=_with_yarn, scalings=("yarn",)),

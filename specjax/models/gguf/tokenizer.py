@@ -29,7 +29,7 @@ OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 # token at the beginning unless a file says that they have none.
 WHOLE_WORDS = (*OF_LLAMA3, "tekken")
 SPLITS: dict[str, str] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), LLAMA3)
-SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4"), GPT4O)
+SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O)
 SPLITS |= {"qwen35": QWEN35, "tekken": TEKKEN, "pixtral": TEKKEN}
 DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
 PLAIN = ("gpt-2", "exaone4", "default")
