@@ -165,6 +165,20 @@ CASES = {
             "add_rope_dimension_count": 8,
         },
     ),
+    "olmo2 with windows": (
+        "olmo3",
+        {},
+        {
+            "add_sliding_window": 5,
+            "add_sliding_window_pattern": [True, False],
+            "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+            "add_rope_scaling_factor": 4.0,
+            "add_rope_scaling_orig_ctx_len": 16,
+            "add_rope_scaling_yarn_beta_fast": 2.0,
+            "add_rope_freq_base": 500.0,
+        },
+    ),
+    "seed_oss": ("seed_oss", {}, {}),
     "exaone4": (
         "exaone4",
         {},

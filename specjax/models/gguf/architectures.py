@@ -235,10 +235,30 @@ def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return _with_yarn(fields, config) | _experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
-def _exaone4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+def _olmo2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    if not fields.get("attention.sliding_window", int, 0):
+        return {}
+    fields.only("rope.scaling.attn_factor", 1.0)
+    base = {"rope_theta": config["rope_theta"]}
+    turns = {"full_attention": fields.yarn() or {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    return _three_of_four_slide(fields, config) | {
+        "model_type": "olmo3",
+        "rope_scaling": None,
+        "rope_parameters": {kind: turn | base for kind, turn in turns.items()},
+    }
+
+
+def _three_of_four_slide(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the windows of layers; where the file does not say which layers have them, every fourth has none."""
     window, number = fields.get("attention.sliding_window", int, 0), config["num_hidden_layers"]
     slides = fields.slides(number, [(i + 1) % 4 != 0 for i in range(number)]) if window else [False] * number
     return {"sliding_window": window or None, "layer_types": _layer_types(slides)}
+
+
+def _seed_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    has_out_bias = "blk.0.attn_output.bias" in fields.header.tensors
+    found = {"attention_out_bias": has_out_bias, "mlp_bias": _has_mlp_bias(fields)}
+    return _without_window(fields, config) | found
 
 
 def _ernie4_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -482,9 +502,10 @@ ARCHITECTURES = {
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
-    "exaone4": Architecture(fields=_exaone4, names=POST_NORMS),
+    "exaone4": Architecture(fields=_three_of_four_slide, names=POST_NORMS),
     "ernie4_5": Architecture(fields=_ernie4_5),
-    "olmo2": Architecture(names=POST_NORMS),
+    "olmo2": Architecture(fields=_olmo2, names=POST_NORMS, scalings=("yarn",)),
+    "seed_oss": Architecture(fields=_seed_oss, names=POST_NORMS[:1]),
     "phi3": Architecture(
         fields=_phi3,
         names=(("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")),

@@ -16,6 +16,7 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+SEED_CODER = QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 # Marks belong to their letters.
 QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 # Capitals begin a word.
@@ -30,7 +31,7 @@ OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 WHOLE_WORDS = (*OF_LLAMA3, "tekken")
 SPLITS: dict[str, str] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), LLAMA3)
 SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O)
-SPLITS |= {"qwen35": QWEN35, "tekken": TEKKEN, "pixtral": TEKKEN}
+SPLITS |= {"qwen35": QWEN35, "tekken": TEKKEN, "pixtral": TEKKEN, "seed-coder": SEED_CODER}
 DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
 PLAIN = ("gpt-2", "exaone4", "default")
 
