@@ -185,6 +185,18 @@ CASES = {
         {"add_sliding_window": 5, "add_sliding_window_pattern": [True, False, True]},
     ),
     "exaone4 full": ("exaone4_full", {}, {}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {},
+        {
+            "add_expert_count": 6,
+            "add_expert_used_count": 3,
+            "add_expert_feed_forward_length": 20,
+            "add_expert_shared_count": 2,
+            "add_leading_dense_block_count": 1,
+            "add_interleave_moe_layer_step": 1,
+        },
+    ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}, {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 4}, {}),
     "granite": (
@@ -206,7 +218,7 @@ FAST = "qwen3moe", "qwen3 with yarn", "gemma4"  # of these
 def name_in(names, name):
     """The name of a tensor in a file, as converters find it."""
     if name.endswith("e_score_correction_bias"):
-        return names.get_name(name.removesuffix("_bias")) + ".bias"
+        return names.get_name(name.replace("gate.moe_statics", "moe_statics").removesuffix("_bias")) + ".bias"
     if name.endswith(".sinks"):
         return names.get_name(name) + ".weight"
     if name.endswith(("router.scale", "router.per_expert_scale")):  # of Gemma 4

@@ -265,6 +265,17 @@ def _ernie4_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return _without_window(fields, config) | {"use_bias": config["attention_bias"]}
 
 
+def _ernie4_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    found = _without_window(fields, config) | _experts(fields, "moe_num_experts")
+    return found | {
+        "model_type": "ernie4_5_moe",
+        "moe_k": found.pop("num_experts_per_tok"),
+        "moe_num_shared_experts": fields.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": fields.get("leading_dense_block_count", int, 0),
+        "moe_layer_interval": fields.get("interleave_moe_layer_step", int, 1),
+    }
+
+
 def _layer_types(slides: Sequence[bool]) -> list[str]:
     return ["sliding_attention" if one else "full_attention" for one in slides]
 
@@ -341,6 +352,11 @@ def _qwen3_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _as_stored(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
     yield name, place
+
+
+def _corrections_as_row(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
+    is_row = name.endswith("e_score_correction_bias")
+    yield name, replace(place, own_shape=(1, place.entry.shape[-1])) if is_row else place
 
 
 def _has_mlp_bias(fields: Fields) -> bool:
@@ -424,6 +440,10 @@ OF_GLM4 = (
     ("post_attention_norm", "post_self_attn_layernorm"),
     ("post_ffw_norm", "post_mlp_layernorm"),
 )
+OF_ERNIE = (
+    ("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"),
+    *((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
+)
 OF_GPT_OSS = (
     ("attn_sinks.weight", "self_attn.sinks"),
     POST_NORMS[0],
@@ -504,6 +524,12 @@ ARCHITECTURES = {
     "nemotron_h_moe": NEMOTRON_H,
     "exaone4": Architecture(fields=_three_of_four_slide, names=POST_NORMS),
     "ernie4_5": Architecture(fields=_ernie4_5),
+    "ernie4_5-moe": Architecture(
+        fields=_ernie4_5_moe,
+        names=OF_EXPERTS + OF_ERNIE,
+        has_experts=True,
+        holds=_corrections_as_row,
+    ),
     "olmo2": Architecture(fields=_olmo2, names=POST_NORMS, scalings=("yarn",)),
     "seed_oss": Architecture(fields=_seed_oss, names=POST_NORMS[:1]),
     "phi3": Architecture(
