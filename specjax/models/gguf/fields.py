@@ -1,6 +1,7 @@
 """The fields of a GGUF file that belong to its architecture."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from specjax.models.gguf.header import Header
 
@@ -8,7 +9,8 @@ _REQUIRED = object()
 MAX_SIZE = 1 << 20  # of recurrent heads, and of their numbers
 
 
-class RecurrentSizes(NamedTuple):
+@dataclass(frozen=True)
+class RecurrentSizes:
     """The sizes of layers that recur."""
 
     num_groups: int  # of heads
