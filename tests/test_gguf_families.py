@@ -7,7 +7,7 @@ from families import ALL, LONGROPE, PARTIAL, YARN, shapes, write
 from families import make_tensor as tensor_of
 from test_families import TOLERANCE, difference, whole_logits
 
-from specjax.models import load
+from specjax.models import Checkpoint, load
 from specjax.models.gguf.blocks import matrix_of
 from specjax.models.gguf.header import read_header
 from specjax.models.quantized import dequantize
@@ -317,6 +317,26 @@ def test_a_file_computes_what_its_floats_do(architecture, tmp_path):
     architecture = architecture.partition(" ")[0]
     model = load(write_gguf(tmp_path / "model.gguf", architecture, config, tensors, fields))
     assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"rope_type": "linear", "factor": 4.0}),
+        ({"add_rope_scaling_type": gguf.RopeScalingType.YARN, "add_rope_scaling_orig_ctx_len": 16}, "yarn"),
+    ],
+)
+@pytest.mark.parametrize("window", [0, 5])
+def test_scalings_of_olmo(window, fields, expected, tmp_path):
+    """OLMo 2 scales all layers, and OLMo 3 those without windows."""
+    case, _, given = CASES["olmo2 with windows"]
+    of_window = {name: value for name, value in given.items() if "sliding" in name} if window else {}
+    tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
+    fields = of_window | {"add_rope_scaling_factor": 4.0} | fields
+    path = write_gguf(tmp_path / "model.gguf", "olmo2", ALL[case], tensors, fields)
+    config = Checkpoint(path).config
+    found = config.get("rope_parameters", dict)["full_attention"] if window else config.get("rope_scaling", dict)
+    assert found["rope_type"] == "yarn" if expected == "yarn" else found.items() >= expected.items()
 
 
 @pytest.mark.parametrize(("number", "factor"), [(6, 16.0), (128, None)])

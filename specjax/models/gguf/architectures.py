@@ -237,10 +237,11 @@ def _qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def _olmo2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     if not fields.get("attention.sliding_window", int, 0):
-        return {}
+        return _with_yarn(fields, config)
     fields.only("rope.scaling.attn_factor", 1.0)
-    base = {"rope_theta": config["rope_theta"]}
-    turns = {"full_attention": fields.yarn() or {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    base, default = {"rope_theta": config["rope_theta"]}, {"rope_type": "default"}
+    full = fields.yarn() or config["rope_scaling"] or default
+    turns = {"full_attention": full, "sliding_attention": default}
     return _three_of_four_slide(fields, config) | {
         "model_type": "olmo3",
         "rope_scaling": None,
