@@ -14,7 +14,8 @@ from test_quantized import CASES, E2M1, fabricated
 
 from pallas_kernels import launch, quantized_linear, quantized_matmul, quantized_tiles
 from pallas_kernels.quantized import as_pair, assembly, decode_pairs, field_of
-from pallas_kernels.quantized_linear import _TABLES, RowTiling, _bytes, bytes_of_e2m1
+from pallas_kernels.quantized_dots import TABLES, bytes_of, bytes_of_e2m1
+from pallas_kernels.quantized_linear import RowTiling
 from pallas_kernels.quantized_matmul import Tiling
 from specjax.models import linear as models
 from specjax.models.quantized import Quantized, pack
@@ -269,11 +270,11 @@ def test_assembly(code, bits, place, num_scales):
 def test_bytes_of_e2m1():
     """The codes of each place, beside other codes, give 12 + twice their numbers, interpreted and by the assembly."""
     words = np.random.default_rng(0).integers(0, 2**32, 256, np.uint32)
-    tables = {f"${i}": np.full_like(words, table) for i, table in enumerate(_TABLES, 2)}
+    tables = {f"${i}": np.full_like(words, table) for i, table in enumerate(TABLES, 2)}
     found = np.stack([run_assembly(bytes_of_e2m1(place), {"$1": words, **tables}) for place in (0, 4)], -1)
     expected = [12 + 2 * np.asarray(E2M1)[(words >> np.uint32(4 * place)) & 15] for place in range(8)]
     np.testing.assert_array_equal(found.astype("<u4").view(np.uint8).T, expected)
-    interpreted = _bytes("e2m1", 4, jnp.asarray(words.view(np.int32)), [], interpret=True)
+    interpreted = bytes_of("e2m1", 4, jnp.asarray(words.view(np.int32)), [], interpret=True)
     np.testing.assert_array_equal(np.stack(interpreted, -1).view(np.uint8).T, expected)
 
 

@@ -22,7 +22,7 @@ from specjax.decoding.drafters import in_memory
 from specjax.engine import garbage
 from specjax.engine.draft_length import ByStepTimes, check_choice
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
-from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.inputs import check_eos_token_ids, encode_prompt, key_data
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.mixed_sizes import checked_mixed_sizes, mixed_sizes_of
 from specjax.engine.pages import PageTables
@@ -181,9 +181,7 @@ class Engine:
         for name, number, least in numbers:
             if not (is_integer(number) and number >= least):
                 raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
-        are_ids = isinstance(eos_token_ids, Collection) and all(map(is_integer, eos_token_ids))
-        if not (are_ids and all(0 <= token < model.vocab_size for token in eos_token_ids)):
-            raise ValueError(f"eos_token_ids must be ids in [0, {model.vocab_size}), got {eos_token_ids!r}")
+        check_eos_token_ids(eos_token_ids, model.vocab_size)
         if not (capacities is None or isinstance(capacities, Capacities)):
             raise ValueError(f"capacities must be None or Capacities, got {capacities!r}")
         is_sequence = warm_up is None or isinstance(warm_up, Collection)

@@ -1,7 +1,7 @@
 """Generate text from text: a target model with its tokenizer and a proposer of drafts."""
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from specjax.decoding.drafters import check_pair
 from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
 from specjax.engine.draft_length import CHOICES, ByStepTimes, choices, table_lengths
-from specjax.engine.inputs import encode_prompt, key_data
+from specjax.engine.inputs import check_eos_token_ids, encode_prompt, key_data
 from specjax.engine.report import log_first_call, log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
 from specjax.engine.run import Run, Stream, show_progress
@@ -265,9 +265,7 @@ class LLM:
         if size is None or size > model.vocab_size:
             got = type(tokenizer).__name__ if size is None else f"{size} tokens"
             raise ValueError(f"tokenizer must be a Tokenizer of at most {model.vocab_size} tokens, got {got}")
-        are_ids = isinstance(eos_token_ids, Collection) and all(map(is_integer, eos_token_ids))
-        if not (are_ids and all(0 <= token < model.vocab_size for token in eos_token_ids)):
-            raise ValueError(f"eos_token_ids must be ids in [0, {model.vocab_size}), got {eos_token_ids!r}")
+        check_eos_token_ids(eos_token_ids, model.vocab_size)
         limit = model.max_length
         if not is_integer(max_length if limit is None or max_length is not None else limit):
             raise ValueError(f"max_length must be an integer for a model without a limit, got {max_length!r}")

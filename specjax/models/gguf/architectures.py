@@ -208,17 +208,17 @@ def _llama4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    fields.only("attention.sliding_window", 0)
-    fields.only("expert_count", 0)
-    scaling, beta = fields.yarn(), fields.get("attention.temperature_scale", float, 0.0)
-    if scaling is None and not beta:  # Mistral Small 3
+    scaling = _with_yarn(fields, config).get("rope_scaling")
+    if scaling is None:  # Mistral Small 3
+        fields.only("attention.temperature_scale", 0.0)
         return {"model_type": "mistral", "sliding_window": None}
-    if scaling is None:
-        place = f"{fields.architecture}.rope.scaling.type in {fields.header.path}"
-        raise ValueError(f"{place} must be 'yarn' beside attention.temperature_scale = {beta}, got another one")
-    of_queries = {"rope_theta": config["rope_theta"], "llama_4_scaling_beta": beta, "mscale": 1.0}
-    of_queries["mscale_all_dim"] = fields.get("rope.scaling.yarn_log_multiplier", float, 0.0)
-    return {"model_type": "ministral3", "rope_scaling": None, "rope_parameters": scaling | of_queries}
+    table = scaling | {
+        "rope_theta": config["rope_theta"],
+        "llama_4_scaling_beta": fields.get("attention.temperature_scale", float, 0.0),
+        "mscale": 1.0,
+        "mscale_all_dim": fields.get("rope.scaling.yarn_log_multiplier", float, 0.0),
+    }
+    return {"model_type": "ministral3", "rope_scaling": None, "rope_parameters": table}
 
 
 def _minimax_m2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -430,9 +430,10 @@ OF_GEMMA4 = (
     ("ffn_gate_up_exps", "experts.*.gate_up_proj"),
     ("ffn_down_exps", "experts.*.down_proj"),
 )
+OF_SHARED = tuple((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down"))
 OF_GLM = (
     *(("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), POST_NORMS[0]),
-    *((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
+    *OF_SHARED,
     *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
     *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
 )
@@ -441,10 +442,7 @@ OF_GLM4 = (
     ("post_attention_norm", "post_self_attn_layernorm"),
     ("post_ffw_norm", "post_mlp_layernorm"),
 )
-OF_ERNIE = (
-    ("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"),
-    *((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
-)
+OF_ERNIE = (("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"), *OF_SHARED)
 OF_GPT_OSS = (
     ("attn_sinks.weight", "self_attn.sinks"),
     POST_NORMS[0],
@@ -515,7 +513,7 @@ ARCHITECTURES = {
     "granite": Architecture(fields=_granite, has_halves_between=True),
     "granitehybrid": Architecture(
         fields=_granite_hybrid,
-        names=mamba.OF_GRANITE,
+        names=OF_MIXTRAL + mamba.OF_GRANITE,
         has_halves_between=True,
         has_experts=True,
         has_kinds_of_layers=True,

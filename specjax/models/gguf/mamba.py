@@ -25,18 +25,15 @@ def _of_mamba(block: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-# An MLP stands alone, or beside experts; the star stands for the number of an expert.
+# An MLP stands alone, or beside experts.
 OF_GRANITE = (
     *_of_mamba("mamba"),
     *((f"ffn_{name}", f"shared_mlp.{name}_proj") for name in ("gate", "up")),
     *((f"ffn_{name}_shexp", f"shared_mlp.{name}_proj") for name in ("gate", "up")),
     *((name, "shared_mlp.output_linear") for name in ("ffn_down", "ffn_down_shexp")),
     ("ffn_gate_inp", "block_sparse_moe.router.layer"),
-    ("ffn_gate_exps", "block_sparse_moe.experts.*.w1"),
-    ("ffn_up_exps", "block_sparse_moe.experts.*.w3"),
-    ("ffn_down_exps", "block_sparse_moe.experts.*.w2"),
 )
-OF_NEMOTRON = (
+OF_NEMOTRON = (  # the star stands for the number of an expert
     *_of_mamba("mixer"),
     ("attn_norm", "norm"),
     *((f"attn_{name}", f"mixer.{name}_proj") for name in "qkv"),
