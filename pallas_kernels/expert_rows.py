@@ -2,7 +2,7 @@
 
 Few rows seldom share an expert. So each pair of a row and an expert is a product of one row, as `quantized_linear`
 computes it: for one row the tensor cores would take as long as for 16. Pairs that share an expert read its codes from
-the cache.
+the cache. A matrix that every row passes through is multiplied in the same launch, where it is like an expert's.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,9 @@ _WARP = 32  # threads in a warp
 def products(
     x: Array,
     weight: Quantized,
-    expert: Array,
+    experts: Array,
     *,
+    shared: Quantized | None = None,
     bias: Array | None = None,
     gate: Callable[[Array, Array], Array] | None = None,
     is_interleaved: bool = False,
@@ -36,9 +37,10 @@ def products(
     """Multiply a row by the matrix of an expert for each of P pairs, summing in float32.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16. The first P / T pairs are of the first row, the next of the second.
+        x: [T, K] float32, bfloat16 or float16, or [P, K] for pairs that have inputs of their own.
         weight: [E, N, K], of codes that `quantized.unsupported_codes` allows.
-        expert: [P] int32, the expert of each pair.
+        experts: [T, k] int32, the experts of each row, which are its first pairs.
+        shared: [N, K], the matrix of one more pair of each row, the last; None for none. Then there is no bias.
         bias: [E, N] floats, added to the products.
         gate: function of two halves of the N products, which gives the results; None gives the products themselves.
         is_interleaved: whether the halves alternate; otherwise one comes after the other.
@@ -49,7 +51,11 @@ def products(
     Returns:
         [P, N], or with a gate [P, N / 2].
     """
-    num_pairs, num_outputs = len(expert), weight.shape[1] // (1 if gate is None else 2)
+    num_rows, num_chosen = experts.shape
+    num_pairs, num_outputs = (
+        num_rows * (num_chosen + (shared is not None)),
+        weight.shape[1] // (1 if gate is None else 2),
+    )
     tiling = tiling or default_tiling(weight, num_outputs, num_pairs)
     num_programs = tiling.num_programs_of(num_outputs, num_pairs)
     return call(
@@ -64,7 +70,7 @@ def products(
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((num_pairs, num_outputs), dtype or x.dtype),
-        (x, weight, bias, expert),
+        (x, weight, shared, bias, experts),
         grid=(num_programs, num_pairs),
         num_warps=tiling.num_warps,
         interpret=interpret,
@@ -72,9 +78,21 @@ def products(
 
 
 def _expert_row_kernel(inputs, out_ref, **options):
-    x_ref, weight, bias_ref, expert_ref = inputs
-    pair, pairs_of_row = pl.program_id(1), expert_ref.shape[0] // x_ref.shape[0]
-    expert = plgpu.load(expert_ref.at[pair])
-    weight, bias_ref = jax.tree.map(lambda ref: Entry(ref, expert), (weight, bias_ref))
-    x_ref = Entry(x_ref, pair // pairs_of_row)
-    quantized_linear_kernel((x_ref, weight, None, bias_ref, None), Entry(out_ref, pair), **options)
+    x_ref, weight, shared, bias_ref, experts_ref = inputs
+    (num_rows, num_chosen), num_pairs = experts_ref.shape, out_ref.shape[0]
+    program, pair, pairs_of_row = pl.program_id(0), pl.program_id(1), num_pairs // num_rows
+    number = pair % pairs_of_row
+    x_ref = Entry(x_ref, pair // (num_pairs // x_ref.shape[0]))
+
+    def multiply(weight: Quantized, bias_ref) -> None:
+        quantized_linear_kernel((x_ref, weight, None, bias_ref, None), Entry(out_ref, pair), program=program, **options)
+
+    def by_expert() -> None:
+        expert = plgpu.load(experts_ref.at[pair // pairs_of_row, number])
+        multiply(*jax.tree.map(lambda ref: Entry(ref, expert), (weight, bias_ref)))
+
+    if shared is None:
+        by_expert()
+    else:
+        pl.when(number < num_chosen)(by_expert)
+        pl.when(number == num_chosen)(partial(multiply, shared, None))

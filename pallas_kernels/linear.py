@@ -2,12 +2,13 @@
 
 The kernel is bound by memory: it reads the matrix once. A program computes one output at a time, and loads the matrix
 block of the next output before it finishes this one. The norm of the input scales the sums at the end, so that no load
-waits for it.
+waits for it. A few rows are multiplied each by itself, by programs of its own: a router's matrix is small, and the second
+row reads it from the cache.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.launch import NUM_MULTIPROCESSORS, call
+from pallas_kernels.launch import NUM_MULTIPROCESSORS, Entry, call
 from pallas_kernels.triton import plgpu
 
 _VECTOR_BYTES = 16  # the widest load of a thread
@@ -70,43 +71,88 @@ def linear(
     Returns:
         [N], or with an activation [N / 2].
     """
-    y, _ = _launch(
-        x,
-        weight,
-        norm,
-        keeps_normed=False,
-        dtype=dtype,
-        interpret=interpret,
-        activation=activation,
-        residual=residual,
-        num_programs=num_programs,
+    num_outputs = weight.shape[0] // (1 if activation is None else 2)
+    how, num_programs, num_warps = _split(x, weight, norm, num_outputs, num_programs, num_warps)
+    return call(
+        partial(_linear_kernel, **how, activation=activation),
+        _Outputs(jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype)),
+        _Inputs(x, weight, None, None if norm is None else norm[0], residual),
+        grid=(num_programs,),
         num_warps=num_warps,
-    )
-    return y
+        interpret=interpret,
+    ).products
 
 
 def linear_after_norm(
-    x: Array, weight: Array, norm: tuple[Array, float, float], *, dtype: DTypeLike, interpret: bool = False
-) -> tuple[Array, Array]:
-    """Return the products [N] of a row with a matrix, as `linear` does, and the row [D] after its norm."""
-    return _launch(x, weight, norm, keeps_normed=True, dtype=dtype, interpret=interpret)
+    x: Array,
+    weight: Array,
+    norm: tuple[Array, float, float] | None,
+    *,
+    more: Array | None = None,
+    dtype: DTypeLike,
+    num_programs: int | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array | None, Array]:
+    """Multiply each of a few rows, as `linear` does, and return what it multiplies.
+
+    Args:
+        x: [T, D] float32, bfloat16 or float16.
+        weight: [N, D] of the same dtype.
+        norm: as `linear` takes it.
+        more: [M, D], a second matrix; None for none.
+        dtype: of the products.
+        num_programs: the most programs that share the outputs of a row; None fills the device.
+        interpret: run the kernel interpreted, on any platform.
+
+    Returns:
+        The products [T, N] with the first matrix, [T, M] with the second or None, and the rows [T, D] after their norm.
+    """
+    (num_rows, _), num_outputs = x.shape, weight.shape[0]
+    num_more = 0 if more is None else more.shape[0]
+    how, num_programs, num_warps = _split(x, weight, norm, num_outputs + num_more, num_programs, None)
+    found = call(
+        partial(_rows_kernel, **how),
+        _Outputs(
+            jax.ShapeDtypeStruct((num_rows, num_outputs), dtype),
+            jax.ShapeDtypeStruct((num_rows, num_more), dtype) if num_more else None,
+            None if norm is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
+        ),
+        _Inputs(x, weight, more, None if norm is None else norm[0], None),
+        grid=(num_programs, num_rows),
+        num_warps=num_warps,
+        interpret=interpret,
+    )
+    return found.products, found.more, x if found.normed is None else found.normed
 
 
-def _launch(
+class _Inputs(NamedTuple):
+    """Inputs of a launch: arrays, or references to them."""
+
+    x: Any
+    weight: Any
+    more: Any
+    scale: Any  # of the norm
+    residual: Any
+
+
+class _Outputs(NamedTuple):
+    """Outputs of a launch: shapes, references or arrays."""
+
+    products: Any
+    more: Any = None  # products with the second matrix
+    normed: Any = None  # what is multiplied
+
+
+def _split(
     x: Array,
     weight: Array,
     norm: tuple[Array, float] | tuple[Array, float, float] | None,
-    *,
-    keeps_normed: bool,
-    dtype: DTypeLike | None,
-    interpret: bool,
-    activation: Callable[[Array], Array] | None = None,
-    residual: Array | None = None,
-    num_programs: int | None = None,
-    num_warps: int | None = None,
-) -> tuple[Array, Any]:
-    """Return the products, and the row after its norm or None."""
-    (size,), num_outputs = x.shape, weight.shape[0] // (1 if activation is None else 2)
+    num_outputs: int,
+    num_programs: int | None,
+    num_warps: int | None,
+) -> tuple[dict[str, Any], int, int]:
+    """Return keywords of the kernel, the number of programs of a row, and their warps."""
+    size = x.shape[-1]
     vector = _VECTOR_BYTES // weight.dtype.itemsize
     if num_warps is None:
         num_warps = pl.next_power_of_2(pl.cdiv(size, _LOADS * vector * _WARP))
@@ -114,38 +160,42 @@ def _launch(
     if num_programs is None:
         num_programs = _RESIDENT_WARPS // num_warps
     num_programs = min(num_programs, num_outputs)
-    return call(
-        partial(
-            _linear_kernel,
-            epsilon=None if norm is None else norm[1],
-            offset=0.0 if norm is None else sum(norm[2:]),
-            activation=activation,
-            tile=(num_warps * _WARP, vector),
-            num_programs=num_programs,
-            num_steps=pl.cdiv(num_outputs, num_programs),
-        ),
-        (
-            jax.ShapeDtypeStruct((num_outputs,), dtype or x.dtype),
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if keeps_normed else None,
-        ),
-        (x, weight, None if norm is None else norm[0], residual),
-        grid=(num_programs,),
-        num_warps=num_warps,
-        interpret=interpret,
-    )
+    how = {
+        "epsilon": None if norm is None else norm[1],
+        "offset": 0.0 if norm is None else sum(norm[2:]),
+        "tile": (num_warps * _WARP, vector),
+        "num_programs": num_programs,
+        "num_steps": pl.cdiv(num_outputs, num_programs),
+    }
+    return how, num_programs, num_warps
+
+
+def _rows_kernel(inputs: _Inputs, outputs: _Outputs, **options):
+    row = pl.program_id(1)
+    outputs = jax.tree.map(lambda ref: Entry(ref, row), outputs)
+    _linear_kernel(inputs._replace(x=Entry(inputs.x, row)), outputs, **options)
 
 
 def _linear_kernel(
-    inputs, outputs, *, epsilon, offset, activation, tile: tuple[int, int], num_programs: int, num_steps: int
+    inputs: _Inputs,
+    outputs: _Outputs,
+    *,
+    epsilon: float | None,
+    offset: float,
+    activation: Callable[[Array], Array] | None = None,
+    tile: tuple[int, int],
+    num_programs: int,
+    num_steps: int,
 ):
-    x_ref, weight_ref, scale_ref, residual_ref = inputs
-    out_ref, normed_ref = outputs
-    (size,), (num_outputs,) = x_ref.shape, out_ref.shape
+    x_ref, weight_ref, more_ref, scale_ref, residual_ref = inputs
+    out_ref, more_out_ref, normed_ref = outputs
+    (size,), (num_first,) = x_ref.shape, out_ref.shape
+    num_outputs = num_first if more_ref is None else num_first + more_ref.shape[0]
     width = tile[0] * tile[1]
     tiles = range(pl.cdiv(size, width))
     thread, element = (jax.lax.iota(jnp.int32, n) for n in tile)
     lane = thread[:, None] * tile[1] + element[None]
-    halves = (0,) if activation is None else (0, num_outputs)  # the first row of each half of the matrix
+    halves = (0,) if activation is None else (0, num_first)  # the first row of each half of the matrix
     program = pl.program_id(0)
 
     def load(ref, i, *row, exists: Array | None = None) -> Array:
@@ -159,8 +209,15 @@ def _linear_kernel(
 
     def load_weights(output: Array) -> list[list[Array]]:
         """Load the rows of the matrix that an output takes, as tiles of one row or two."""
-        exists = output < num_outputs
-        return [[load(weight_ref, i, half + output, exists=exists) for half in halves] for i in tiles]
+        if more_ref is None:
+            exists = output < num_outputs
+            return [[load(weight_ref, i, half + output, exists=exists) for half in halves] for i in tiles]
+        in_first, in_more = output < num_first, (output >= num_first) & (output < num_outputs)
+        # One of the two loads nothing, which gives zeros.
+        return [
+            [load(weight_ref, i, output, exists=in_first) + load(more_ref, i, output - num_first, exists=in_more)]
+            for i in tiles
+        ]
 
     weights = load_weights(program)
     xs, inverse = [load(x_ref, i).astype(jnp.float32) for i in tiles], 1
@@ -185,7 +242,10 @@ def _linear_kernel(
         exists = output < num_outputs
         if residual_ref is not None:
             y += plgpu.load(residual_ref.at[output], mask=exists, other=0.0).astype(jnp.float32)
-        plgpu.store(out_ref.at[output], y.astype(out_ref.dtype), mask=exists)
+        plgpu.store(out_ref.at[output], y.astype(out_ref.dtype), mask=output < num_first)
+        if more_out_ref is not None:
+            place = more_out_ref.at[output - num_first]
+            plgpu.store(place, y.astype(out_ref.dtype), mask=exists & (output >= num_first))
         return following
 
     jax.lax.fori_loop(0, num_steps, step, weights)

@@ -252,11 +252,13 @@ def quantized_linear_kernel(
     tile: tuple[int, int],
     num_programs: int,
     interpret: bool,
+    program: Array | None = None,
 ):
     """Store the product of a row with a matrix, as `linear` describes it; inside a kernel.
 
     The products have a bias and then go through a gate, a function of their two halves. The halves alternate where they
-    are interleaved; otherwise one comes after the other.
+    are interleaved; otherwise one comes after the other. Inside a condition `program` is the program's number, which is
+    asked for outside.
     """
     x_ref, weight, norm_ref, bias_ref, residual_ref = inputs
     (size,), (num_outputs,) = x_ref.shape, out_ref.shape
@@ -394,7 +396,7 @@ def quantized_linear_kernel(
             return jnp.float32(unit)
         return jax.lax.rsqrt(jnp.sum(squares) / size + epsilon) * unit
 
-    program = pl.program_id(0)
+    program = pl.program_id(0) if program is None else program
     if keeps_inputs:
 
         def load_group(index) -> list[_Codes]:

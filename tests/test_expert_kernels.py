@@ -14,12 +14,15 @@ from test_quantized import fabricated
 
 from pallas_kernels import choice, expert_rows, row_choice
 from pallas_kernels import experts as kernels
+from pallas_kernels.linear import linear_after_norm
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.quantized_linear import RowTiling
 from specjax.models.experts import (
+    Beside,
     ClippedGated,
     Experts,
     Gated,
+    Shared,
     SigmoidTopK,
     SoftmaxTopK,
     TopKSoftmax,
@@ -137,7 +140,7 @@ def test_tilings_of_pairs(case, tiling, interpret):
     x, row, expert = jnp.asarray(numbers(2, 1376), jnp.bfloat16), np.array([0, 0, 1, 1]), np.array([1, 2, 2, 0])
     options = {"gate": ffn.gate, "is_interleaved": True, "dtype": jnp.float32, "tiling": tiling, "interpret": interpret}
     options["bias"] = params["experts_gate_up_bias"]
-    got = jax.jit(partial(expert_rows.products, **options))(x, params["experts_gate_up"], expert)
+    got = jax.jit(partial(expert_rows.products, **options))(x, params["experts_gate_up"], expert.reshape(2, 2))
     each = np.einsum("pk,pnk->pn", np.asarray(x, np.float64)[row], floats["experts_gate_up"][expert])
     both = ffn.split(jnp.asarray(each + floats["experts_gate_up_bias"][expert], jnp.float32))
     assert error(got, np.asarray(ffn.gate(*both), np.float64)) < 1e-4
@@ -233,6 +236,64 @@ def test_routes_of_codes(num_rows, interpret):
 
 
 @pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize(
+    ("case", "router", "num_rows", "num_parts", "is_gated"),
+    [
+        ("e4m3 in blocks", SoftmaxTopK(16, 2), 2, 2, True),
+        ("int4 with zeros", SoftmaxTopK(8, 2), 5, 2, False),
+        ("int8", SigmoidTopK(12, 3, scale=2.5), 1, 1, False),
+    ],
+)
+def test_routes_beside_an_mlp(case, router, num_rows, num_parts, is_gated, interpret):
+    """The MLP that every row passes through is one more pair of each, in the launches of the experts."""
+    number, hidden, size = router.num_experts, 160, 72
+    ffn, params, floats = experts_of_codes(case, number + 1, hidden, size, **(PLAIN if num_parts == 2 else UNGATED))
+    for name in ("gate_up", "out"):
+        both = params[f"experts_{name}"]
+        params |= {f"shared_{name}": both[number], f"experts_{name}": both[np.arange(number)]}
+    ffn = replace(ffn, router=router, shared=Shared("silu" if num_parts == 2 else "relu2", is_gated, num_parts))
+    params |= {name: jnp.asarray(numbers(number, seed=3)) for name in router.shapes()}
+    x = jnp.asarray(numbers(num_rows, hidden), jnp.bfloat16)
+    logits, of_factor = jnp.asarray(numbers(num_rows, number, seed=4)), jnp.asarray(numbers(num_rows, 1, seed=5))
+    factor = jax.nn.sigmoid(of_factor) if is_gated else jnp.ones((num_rows, 1))
+    beside = Beside(params["shared_gate_up"], params["shared_out"], factor)
+    assert ffn.is_joined(params, x, beside)
+    route = partial(jax.jit(ffn.route, static_argnames="implementation"), params, x, logits)
+    y, *made = route(beside=beside, implementation=implementation(interpret))
+    by_xla, *made_by_xla = route(beside=beside, implementation="xla")
+    np.testing.assert_array_equal(made[0], made_by_xla[0])
+    np.testing.assert_allclose(made[1], made_by_xla[1], rtol=1e-5)
+    # The MLP as an expert that every row has chosen.
+    experts = np.concatenate([made[0], np.full((num_rows, 1), number)], axis=1)
+    weights = np.concatenate([made[1], factor], axis=1)
+    of_all = replace(ffn, router=SoftmaxTopK(number + 1, 1))
+    expected = dense_sum(of_all, floats, np.asarray(x, np.float64), experts, weights, jnp.bfloat16)
+    assert error(y, expected) < 1e-2 and error(by_xla, expected) < 5e-2
+    apart = ffn.shared(beside, x[None], transposed=True, implementation="xla")
+    without = route(implementation="xla")[0]
+    np.testing.assert_allclose(by_xla, without + apart, rtol=1e-5, atol=1e-5)
+    assert error(without, expected) > 0.1
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("num_programs", [None, 3])
+def test_rows_and_two_matrices(num_programs, interpret):
+    """A program has outputs of one matrix, of the other, and of none; each row is multiplied as if it were alone."""
+    x, norm = jnp.asarray(numbers(5, 200), jnp.bfloat16), (jnp.asarray(numbers(1, 200, seed=5)[0]), 0.1, 0.0)
+    first, second = (jnp.asarray(numbers(n, 200, seed=n), jnp.bfloat16) for n in (14, 3))
+    call = partial(linear_after_norm, norm=norm, dtype=jnp.float32, interpret=interpret, num_programs=num_programs)
+    y, of_second, rows = jax.jit(call)(x, first, more=second)
+    np.testing.assert_allclose(np.asarray(rows, np.float32), np.asarray(rms_norm(x, norm), np.float32), rtol=2**-7)
+    expected = np.asarray(rms_norm(x.astype(jnp.float32), norm), np.float64)
+    assert error(y, expected @ np.asarray(first, np.float64).T) < 1e-5
+    assert error(of_second, expected @ np.asarray(second, np.float64).T) < 1e-5
+    for row in range(5):
+        alone = jax.jit(call)(x[row : row + 1], first, more=second)
+        for own, of_all in zip(alone, (y, of_second, rows), strict=True):
+            np.testing.assert_array_equal(own[0], of_all[row])
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
 @pytest.mark.parametrize("size", [160, 1100])
 def test_one_row_is_normed_where_the_router_multiplies_it(size, interpret):
     """With an offset of the scale, in a row of one tile and of a tile and a part; without a norm it comes back."""
@@ -240,13 +301,14 @@ def test_one_row_is_normed_where_the_router_multiplies_it(size, interpret):
     router = jnp.asarray(numbers(16, size, seed=4) / 10, jnp.bfloat16)
     norm = Norm(jnp.asarray(numbers(1, size, seed=5)[0], jnp.bfloat16), 0.1, 1.0)
     read = partial(normed_and_logits, implementation=implementation(interpret))
-    rows, logits = jax.jit(partial(read, norm=norm))(router, x)
+    rows, logits, _ = jax.jit(partial(read, norm=norm))(router, x)
     expected = rms_norm(x, norm)
     np.testing.assert_allclose(*(np.asarray(one, np.float32) for one in (rows, expected)), rtol=2**-7)
     products = np.asarray(expected, np.float64) @ np.asarray(router, np.float64).T
     assert error(logits, products) < 1e-2
-    same, plain = jax.jit(read)(router, x)
+    same, plain, of_more = jax.jit(read)(router, x, more=router[3:5])
     np.testing.assert_array_equal(same, x)
+    np.testing.assert_allclose(of_more, plain[:, 3:5], rtol=1e-5)
     assert error(plain, np.asarray(x, np.float64) @ np.asarray(router, np.float64).T) < 1e-2
 
 

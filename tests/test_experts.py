@@ -115,7 +115,7 @@ def test_weights_of_corrected_experts_without_probability():
 def test_logits_of_a_router_stay_in_memory():
     """Nothing that compares them computes them again: XLA would sum them in several orders."""
     made = jax.make_jaxpr(lambda router, x: normed_and_logits(router, x)[1])(
-        jnp.zeros((256, HIDDEN), jnp.bfloat16), jnp.zeros((4, HIDDEN), jnp.bfloat16)
+        jnp.zeros((256, HIDDEN), jnp.bfloat16), jnp.zeros((9, HIDDEN), jnp.bfloat16)
     )
     last = made.eqns[-1]
     assert last.primitive.name == "optimization_barrier" and last.outvars == made.jaxpr.outvars

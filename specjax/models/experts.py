@@ -17,12 +17,13 @@ from pallas_kernels import choice, expert_rows, row_choice
 from pallas_kernels import experts as kernels
 from pallas_kernels import linear as one_row
 from pallas_kernels.experts import Tiles
+from pallas_kernels.quantized import unsupported_weight
 from pallas_kernels.row_choice import Largest
 from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
-from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, product, times
+from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, times
 from specjax.models.linear import Norm, linear, rms_norm, with_scale
 from specjax.models.quantized import Quantized, dequantize
-from specjax.operations.dispatch import dispatch
+from specjax.operations.dispatch import dispatch, has_static_shape
 from specjax.parallel.links import sum_over
 from specjax.parallel.loops import as_carry
 from specjax.types import Array
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that XLA multiplies at a time
 FEW_PAIRS = 16  # pairs of a row and an expert that kernels multiply apart even if pairs share experts; codes of 4 bits
 MIN_SUM = 1e-12  # the least sum that weights are divided by; corrections may choose experts without probability
+ROUTED_ROWS = 8  # rows of 16 bits whose logits a kernel computes, each by itself
 FEW_ROWS = 64  # rows whose largest scores are found by comparing each with each
 Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
 
@@ -264,6 +266,16 @@ class ClippedGated:
         return gate * jax.nn.sigmoid(self.slope * gate) * (up + 1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Beside:
+    """The matrices of an MLP that every token passes through, and the factor on its output."""
+
+    gate_up: Any  # floats or a `Quantized`
+    out: Any
+    factor: Array  # [T, 1] float32
+
+
 @dataclass(frozen=True)
 class Shared:
     """An MLP that every token passes through beside its experts, of the width `shared_size` of the config."""
@@ -281,14 +293,25 @@ class Shared:
         }
         return shapes | {"shared_gate": (1, hidden)} if self.is_gated else shapes
 
-    def __call__(self, config: "DecoderConfig", params: Params, x: Array) -> Array:
-        """Return the output of x [B, T, h], of which each device has a summand."""
-        activation, inner = ACTIVATIONS[self.activation], partial(product, config, params, "shared_gate_up", x)
-        inner = inner(activation=activation) if self.num_parts == 2 else activation(inner())
-        y = linear(inner, params["shared_out"], transposed=config.transposed)
-        if not self.is_gated:
-            return y
-        return jax.nn.sigmoid(linear(x, params["shared_gate"], transposed=True)) * y
+    @property
+    def gate(self) -> "Gated | Ungated":
+        """The function of its projections, as of an expert."""
+        return Gated(self.activation) if self.num_parts == 2 else Ungated(self.activation)
+
+    def __call__(self, own: Beside, x: Array, *, transposed: bool, implementation: str | None = None) -> Array:
+        """Return the output [T, h] in float32, of which each device has a summand.
+
+        Args:
+            own: the matrices, and the factor on the output.
+            x: [B, T / B, h].
+            transposed: whether matrices of floats are [outputs, inputs].
+            implementation: of the products, as `linear` takes it.
+        """
+        product = partial(linear, transposed=transposed, implementation=implementation)
+        first, activation = partial(product, x, own.gate_up), ACTIVATIONS[self.activation]
+        inner = first(activation=activation) if self.num_parts == 2 else activation(first())
+        y = product(inner, own.out)
+        return own.factor * y.reshape(-1, y.shape[-1]).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -296,7 +319,8 @@ class Experts:
     """A mixture of experts, each an MLP of the width `expert_size` of the config.
 
     Raises:
-        ValueError: weights multiply inputs, and a token has several experts.
+        ValueError: weights multiply inputs, and a token has several experts; or `shared` is gated, and the router reads
+            the stream after another norm.
     """
 
     router: Router
@@ -315,6 +339,8 @@ class Experts:
     def __post_init__(self):
         if self.weighs_inputs and self.router.num_chosen != 1:
             raise ValueError(f"num_chosen must be 1 where weights multiply inputs, got {self.router.num_chosen}")
+        if self.has_router_norm and self.shared is not None and self.shared.is_gated:
+            raise ValueError("shared.is_gated must be False where the router has another norm, got True")
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name. The matrices of experts are [experts, outputs, inputs]."""
@@ -336,16 +362,18 @@ class Experts:
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the mixture [B, T, h]."""
-        rows, logits = self._read(config, params, call)
+        rows, logits, factor = self._read(config, params, call)
         x = rows.reshape(call.x.shape)
         if self.latent_size is not None:
             rows = linear(rows[None], params["latent_in"], transposed=config.transposed)[0]
-        y, experts, weights = self.route(params, rows, logits)
-        y = y.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        beside = None if self.shared is None else Beside(params["shared_gate_up"], params["shared_out"], factor)
+        is_joined = beside is not None and self.is_joined(params, rows, beside)
+        y, experts, weights = self.route(params, rows, logits, beside=beside if is_joined else None)
         if self.latent_size is not None:
-            y = linear(y, params["latent_out"], transposed=config.transposed)
-        if self.shared is not None:
-            y = y + self.shared(config, params, x)
+            y = linear(y[None].astype(x.dtype), params["latent_out"], transposed=config.transposed)[0]
+        if self.shared is not None and beside is not None and not is_joined:
+            y = y + self.shared(beside, x, transposed=config.transposed)
+        y = y.reshape(x.shape).astype(x.dtype)
         if config.axis_name is not None:
             y = sum_over(y, config.axis_name, params.get("links"), after=call.residual)
         if self.has_bias:
@@ -353,14 +381,29 @@ class Experts:
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
         return call.residual + (y if call.finish is None else call.finish(y))
 
-    def _read(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array]:
-        """Return the input [T, h] of the experts, and the logits [T, experts] of the router."""
+    def _read(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array, Array]:
+        """Return the input [T, h] of the experts, the logits [T, experts] of the router, and the factor on `shared`."""
         rows = call.x.reshape(-1, call.x.shape[-1])
-        if not self.has_router_norm:
-            return normed_and_logits(params["router"], rows, call.norm)
-        x = times(rms_norm(rows, norm_of(params["router_norm"], config)), config.hidden_size**-0.5)
-        _, logits = normed_and_logits(params["router"], x)
-        return rows if call.norm is None else rms_norm(rows, call.norm), logits
+        if self.has_router_norm:
+            x = times(rms_norm(rows, norm_of(params["router_norm"], config)), config.hidden_size**-0.5)
+            _, logits, _ = normed_and_logits(params["router"], x)
+            rows, of_factor = rows if call.norm is None else rms_norm(rows, call.norm), None
+        else:
+            more = params["shared_gate"] if self.shared is not None and self.shared.is_gated else None
+            rows, logits, of_factor = normed_and_logits(params["router"], rows, call.norm, more=more)
+        factor = jnp.ones((rows.shape[0], 1), jnp.float32) if of_factor is None else jax.nn.sigmoid(of_factor)
+        return rows, logits, factor
+
+    def is_joined(self, params: Params, x: Array, beside: Beside) -> bool:
+        """Return whether kernels multiply rows x [T, h] by `beside` as by the matrices of one more expert of each."""
+        if self.shared is None or self.has_bias or self.weighs_inputs or self.latent_size is not None:
+            return False
+        gate_up, out = params["experts_gate_up"], params["experts_out"]
+        if not isinstance(gate_up, Quantized) or not isinstance(out, Quantized) or self.gate != self.shared.gate:
+            return False
+        if not _is_like_expert(gate_up, beside.gate_up) or not _is_like_expert(out, beside.out):
+            return False
+        return has_static_shape(x) and self._is_by_rows(len(x), gate_up, out)
 
     def mix(
         self, params: Params, x: Array, experts: Array, weights: Array, *, implementation: str | None = None
@@ -393,7 +436,13 @@ class Experts:
         )
 
     def route(
-        self, params: Params, x: Array, logits: Array, *, implementation: str | None = None
+        self,
+        params: Params,
+        x: Array,
+        logits: Array,
+        *,
+        beside: Beside | None = None,
+        implementation: str | None = None,
     ) -> tuple[Array, Array, Array]:
         """Choose experts for each row, and return the sum of `mix`, the experts and their weights.
 
@@ -401,6 +450,7 @@ class Experts:
             params: the matrices of experts, and the vectors of the router.
             x: [T, h] floats.
             logits: [T, experts] float32.
+            beside: the MLP `shared`, where it `is_joined`: its output is a part of the sum. None leaves it out.
             implementation: as `mix` takes it. The choice of few rows has a kernel, too.
 
         Raises:
@@ -408,21 +458,34 @@ class Experts:
         """
         vectors = {name: params[name] for name in self.router.shapes()}
 
-        def by_xla(x: Array, logits: Array, vectors: Params, *matrices: Any) -> tuple[Array, Array, Array]:
+        def by_xla(x: Array, logits: Array, vectors: Params, beside: Beside | None, *matrices: Any):
             experts, weights = self.router(vectors, logits)
-            return self._by_xla(*self._weighed(x, experts, weights), *matrices), experts, weights
-
-        def by_kernels(x: Array, logits: Array, vectors: Params, *matrices: Any, interpret: bool):
-            experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
-            operands = self._weighed(x, experts, weights)
-            y = self._by_kernels(*operands, *matrices, interpret=interpret, tiles=tiles)
+            y = self._by_xla(*self._weighed(x, experts, weights), *matrices)
+            if self.shared is not None and beside is not None:
+                y = y + self.shared(beside, x[None], transposed=True, implementation="xla")
             return y, experts, weights
 
-        def reason(x: Array, logits: Array, vectors: Params, gate_up: Array, bias: Array | None, out: Array):
+        def by_kernels(
+            x: Array, logits: Array, vectors: Params, beside: Beside | None, *matrices: Any, interpret: bool
+        ):
+            experts, weights, tiles = self._choose(vectors, logits, interpret=interpret)
+            operands = self._weighed(x, experts, weights)
+            y = self._by_kernels(*operands, *matrices, interpret=interpret, tiles=tiles, beside=beside)
+            return y, experts, weights
+
+        def reason(
+            x: Array,
+            logits: Array,
+            vectors: Params,
+            beside: Beside | None,
+            gate_up: Array,
+            bias: Array | None,
+            out: Array,
+        ):
             return self._unsupported(x, gate_up, out)
 
         return dispatch(
-            (x, logits, vectors, *self._matrices(params)),
+            (x, logits, vectors, beside, *self._matrices(params)),
             xla=by_xla,
             pallas=by_kernels,
             reason=reason,
@@ -472,7 +535,9 @@ class Experts:
         *,
         interpret: bool,
         tiles: Tiles | None = None,
+        beside: Beside | None = None,
     ) -> Array:
+        """Return the sum of `mix`, with the output of `shared` if `beside` is given."""
         ungated = self.gate if isinstance(self.gate, Ungated) else None
         gate = self.gate if ungated is None else None
         last = {"dtype": jnp.float32, "interpret": interpret}
@@ -484,22 +549,22 @@ class Experts:
             """Return the products after the function of an expert that has no gate, which the kernels leave out."""
             return inner if ungated is None else ungated(inner).astype(x.dtype)
 
-        if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(experts, gate_up, out):
-            flat = experts.reshape(-1)
-            inner = gated(expert_rows.products(x, gate_up, flat, **first))
-            return _sum_of_chosen(expert_rows.products(inner, out, flat, **last), weights)
+        if isinstance(gate_up, Quantized) and isinstance(out, Quantized) and self._is_by_rows(len(x), gate_up, out):
+            shared = (None, None, None) if beside is None else (beside.gate_up, beside.out, beside.factor)
+            inner = gated(expert_rows.products(x, gate_up, experts, shared=shared[0], **first))
+            y = expert_rows.products(inner, out, experts, shared=shared[1], **last)
+            return _sum_of_chosen(y, weights, shared[2])
         if tiles is None:
             tiles = tiles_of(experts, self.router.num_experts, kernels.MIN_TILE, kernels.MAX_TILE)
         inner = gated(kernels.product(x, gate_up, tiles, is_gathered=True, **first))
         y = kernels.product(inner, out, tiles, is_gathered=False, **last)
         return _sum_of_chosen(y[tiles.place], weights)
 
-    def _is_by_rows(self, experts: Array, gate_up: Quantized, out: Quantized) -> bool:
+    def _is_by_rows(self, num_rows: int, gate_up: Quantized, out: Quantized) -> bool:
         """Return whether each pair of a row and an expert is a product of one row, as few pairs are."""
-        num_rows, num_chosen = experts.shape
-        if share_no_tiles(num_rows, num_chosen, self.router.num_experts):
+        if share_no_tiles(num_rows, self.router.num_chosen, self.router.num_experts):
             return True
-        return experts.size <= FEW_PAIRS and gate_up.bits == out.bits == 4
+        return num_rows * self.router.num_chosen <= FEW_PAIRS and gate_up.bits == out.bits == 4
 
     def _by_xla(
         self,
@@ -541,8 +606,13 @@ class Experts:
 
 
 def normed_and_logits(
-    router: Array | Quantized, x: Array, norm: Norm | None = None, *, implementation: str | None = None
-) -> tuple[Array, Array]:
+    router: Array | Quantized,
+    x: Array,
+    norm: Norm | None = None,
+    *,
+    more: Array | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array | None]:
     """Return rows after their norm, and a router's logits of them, in float32 whatever the dtype of the model is.
 
     A router compares each logit with each. XLA may make the sum of a product's parts a part of the comparison, once for
@@ -553,46 +623,65 @@ def normed_and_logits(
         router: [experts, h].
         x: [T, h] floats.
         norm: of the rows; None for none.
-        implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA for one row of 16 bits.
+        more: [M, h], a second matrix of a few rows; None for none.
+        implementation: "xla", "pallas", "interpret", or None: the kernel on CUDA for a few rows of 16 bits.
 
     Returns:
-        The rows [T, h] after their norm, and the logits [T, experts] float32.
+        The rows [T, h] after their norm, the logits [T, experts] float32, and the products [T, M] float32 with the
+        second matrix, or None.
 
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
 
-    def by_xla(x: Array, router: Array | Quantized, scale: Array | None) -> tuple[Array, Array]:
+    def by_xla(x: Array, router: Array | Quantized, scale: Array | None, more: Array | None) -> tuple[Any, ...]:
         before = with_scale(norm, scale)
         x = x if before is None else rms_norm(x, before)
         matrix = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
-        return x, jnp.einsum("th,eh->te", x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
+        x32 = x.astype(jnp.float32)
+        logits = jnp.einsum("th,eh->te", x32, matrix, precision=jax.lax.Precision.HIGHEST)
+        # As a sum it joins other operations of XLA, whose product of a few rows by one output takes long on GPUs.
+        return x, logits, None if more is None else jnp.sum(x32[:, None] * more.astype(jnp.float32)[None], axis=2)
 
-    def by_kernel(x: Array, router: Array, scale: Array | None, *, interpret: bool) -> tuple[Array, Array]:
-        before = with_scale(norm, scale)
-        if before is None:
-            return x, one_row.linear(x[0], router, dtype=jnp.float32, interpret=interpret)[None]
-        logits, row = one_row.linear_after_norm(x[0], router, before, dtype=jnp.float32, interpret=interpret)
-        return row[None], logits[None]
+    def by_kernel(x: Array, router: Array, scale: Array | None, more: Array | None, *, interpret: bool):
+        options = {"more": more, "dtype": jnp.float32, "interpret": interpret}
+        logits, products, rows = one_row.linear_after_norm(x, router, with_scale(norm, scale), **options)
+        return rows, logits, products
 
-    def reason(x: Array, router: Array | Quantized, scale: Array | None) -> str | None:
+    def reason(x: Array, router: Array | Quantized, scale: Array | None, more: Array | None) -> str | None:
         if isinstance(router, Quantized) or x.dtype == jnp.float32:
             return "the kernel takes rows and a router of 16 bits, so that in float32 no logit depends on other rows"
-        return one_row.unsupported(x, router)
+        if x.shape[0] > ROUTED_ROWS:
+            return f"the kernel takes at most {ROUTED_ROWS} rows, got {x.shape[0]}"
+        of_more = None if more is None else one_row.unsupported(x[0], more)
+        return of_more or one_row.unsupported(x[0], router)
 
-    normed, logits = dispatch(
-        (x, router, None if norm is None else norm.scale),
+    normed, logits, products = dispatch(
+        (x, router, None if norm is None else norm.scale, more),
         xla=by_xla,
         pallas=by_kernel,
         reason=reason,
         implementation=implementation,
     )
-    return normed, jax.lax.optimization_barrier(logits)
+    return normed, jax.lax.optimization_barrier(logits), products
 
 
-def _sum_of_chosen(y: Array, weights: Array) -> Array:
-    """Return the weighted sum [T, h] of the products y [T k, h] of each row's pairs."""
-    return jnp.sum(y.reshape(*weights.shape, -1) * weights[..., None], axis=1)
+def _is_like_expert(experts: Quantized, shared: Array | Quantized) -> bool:
+    """Return whether kernels multiply a matrix [N, K] as one of the experts' [E, N, K]."""
+    if not isinstance(shared, Quantized) or unsupported_weight(shared) is not None:
+        return False
+    return (experts.bits, experts.code, experts.shape[1:]) == (shared.bits, shared.code, shared.shape)
+
+
+def _sum_of_chosen(y: Array, weights: Array, factor: Array | None = None) -> Array:
+    """Return the weighted sum [T, h] of the products y [P, h] of each row's pairs.
+
+    The first k pairs of a row are of its chosen experts. With a factor [T, 1], it has another one.
+    """
+    (num_rows, num_chosen), size = weights.shape, y.shape[-1]
+    pairs = y.reshape(num_rows, -1, size)
+    total = jnp.sum(pairs[:, :num_chosen] * weights[..., None], axis=1)
+    return total if factor is None else total + factor * pairs[:, num_chosen]
 
 
 def _rows_of_expert(x: Array, weights: Array | Quantized, expert: Array) -> Array:
