@@ -2,8 +2,8 @@
 
 The kernel is bound by memory: it reads the matrix once. A program computes one output at a time, and loads the matrix
 block of the next output before it finishes this one. The norm of the input scales the sums at the end, so that no load
-waits for it. A few rows are multiplied each by itself, by programs of its own: a router's matrix is small, and the second
-row reads it from the cache.
+waits for it. A router multiplies each of a few rows by itself: its matrix is small, and the rows after the first read
+it from the cache.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def linear_after_norm(
     num_programs: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array]:
-    """Multiply each of a few rows, as `linear` does, and return what it multiplies.
+    """Multiply each of a few rows, as `linear` does, and also return the rows after their norm.
 
     Args:
         x: [T, D] float32, bfloat16 or float16.
@@ -140,7 +140,7 @@ class _Outputs(NamedTuple):
 
     products: Any
     more: Any = None  # products with the second matrix
-    normed: Any = None  # what is multiplied
+    normed: Any = None  # the rows after their norm
 
 
 def _split(
