@@ -252,13 +252,55 @@ def test_byte_level_tokenizers():
     begin = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
     tokenizer = tokenizer_of(Header("model.gguf", files.byte_level(**begin), {}))
     assert tokenizer.encode("hel").tokens == ["<|end|>", "hel"]
-    for pre, expected in (("llama-bpe", [0]), ("tekken", [0]), ("qwen2", [])):  # of files that do not say it
+    for pre, expected in (
+        ("llama-bpe", [0]),
+        ("tekken", [0]),
+        ("lfm2", [0]),
+        ("qwen2", []),
+    ):  # of files that do not say it
         named = files.byte_level(pre=pre, **{"tokenizer.ggml.bos_token_id": 0})
         assert tokenizer_of(Header("model.gguf", named, {})).encode("").ids == expected, pre
     with pytest.raises(ValueError, match=r"tokenizer.ggml.pre in .* must be one of llama-bpe, .* got 'viking'"):
         tokens("a", pre="viking")
     with pytest.raises(ValueError, match=r"tokenizer.ggml.model in .* must be 'gpt2', 'llama' or 'gemma4', got 'rwkv'"):
         tokens("a", **{"tokenizer.ggml.model": "rwkv"})
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("deepseek-v3", "say 12345我想Hi(x\n\n y", ["say", " ", "123", "45", "我想", "Hi", "(x", "\n\n", " y"]),
+        ("hunyuan-dense", "I'm 1.5%\n", ["I", "'m", " ", "1", ".", "5", "%\n"]),
+        ("deepseek-coder", "int x1 = 12;\n\tgo", ["int", " x", "1", " = ", "1", "2", ";", "\n", "\tgo"]),
+        ("deepseek-coder", "f你好。", ["f", "你好", "。"]),
+        ("deepseek-llm", "Go 12 你好。 xÜ  ", ["Go", " ", "1", "2", " ", "你好", "。", " x", "Ü", "  "]),
+        ("kimi-k2", "HeLLo's我想Hi 1234/\nかな想", ["He", "LLo's", "我想", "Hi", " ", "123", "4", "/\n", "かな", "想"]),
+        ("afmoe", "a 1234567, 12 日本x\n", ["a", " ", "1", "234", "567", ",", " ", "12", " ", "日本", "x", "\n"]),
+        ("laguna", "x = 12\n\n  y", ["x", " =", " ", "1", "2", "\n\n", " ", " y"]),
+        ("minicpm5", "we'll 12345", ["we", "'ll", " ", "123", "45"]),
+        ("hunyuan", "don't 12\n", ["don", "'t", " ", "1", "2", "\n"]),
+        ("falcon3", "don't 1234", ["don", "'t", " ", "123", "4"]),
+        ("kanana2", "HeLLo's", ["He", "LLo's"]),
+        ("minerva-7b", "I'm 12", ["I", "'m", " ", "1", "2"]),
+        ("olmo", "I'm 12!!", ["I", "'m", " 12", "!!"]),
+    ],
+)
+def test_words_of_kinds(pre, text, words):
+    """A text is parted as the tokenizer of the model does it whose file has this kind."""
+    from specjax.models.gguf.header import Header
+    from specjax.models.gguf.tokenizer import tokenizer_of
+
+    split = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).pre_tokenizer
+    assert [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)] == words
+
+
+def test_composed_texts():
+    from specjax.models.gguf.header import Header
+    from specjax.models.gguf.tokenizer import tokenizer_of
+
+    for pre, is_composed in (("qwen2", True), ("hunyuan", True), ("grok-2", False), ("deepseek-v3", False)):
+        normalizer = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).normalizer
+        assert (normalizer is not None) == is_composed, pre
 
 
 @pytest.mark.parametrize(

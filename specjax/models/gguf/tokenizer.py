@@ -25,15 +25,50 @@ _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT4O = rf"{_BEGIN}*{_REST}+{_ENDING}|{_BEGIN}+{_REST}*{_ENDING}|\p{{N}}{{1,3}}{_OTHERS}"
 TEKKEN = rf"{_BEGIN}*{_REST}+|{_BEGIN}+{_REST}*|\p{{N}}{_OTHERS}"
-OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+# Runs of Chinese characters are words of their own.
+_NOT_HAN = r"&&[^\p{Han}]]"
+KIMI = r"\p{Han}+|" + GPT4O.replace(r"\p{M}]", rf"\p{{M}}{_NOT_HAN}").replace(r"[\r\n/]", r"[\r\n]")
+# These kinds have several patterns, of which each parts the words that the ones before it leave.
+_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_V3 = r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _WORDS
+DEEPSEEK_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE, r"\p{N}"
+DEEPSEEK_LLM = (
+    *(r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"),
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    *(r"\s+$", _CHINESE, r"\p{N}"),
+)
+AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",  # from the right
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _WORDS,
+)
+LAGUNA = r"[^\n]+|\n+", QWEN2
+MINICPM5 = r"\p{N}{1,3}", LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")
+OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "midm-2.0")
 # Files with these kinds have tokens that no merge makes, which whole words are looked up in first. Their texts have a
 # token at the beginning unless a file says that they have none.
-WHOLE_WORDS = (*OF_LLAMA3, "tekken")
-SPLITS: dict[str, str] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), LLAMA3)
-SPLITS |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2) | dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), GPT4O)
-SPLITS |= {"qwen35": QWEN35, "tekken": TEKKEN, "pixtral": TEKKEN, "seed-coder": SEED_CODER}
-DIGITS = ("smollm", "starcoder", "refact", "command-r")  # kinds that take each digit by itself
-PLAIN = ("gpt-2", "exaone4", "default")
+WHOLE_WORDS = (*OF_LLAMA3, "tekken", "pixtral")
+# The texts of these kinds are composed: a letter and its accent are one character.
+OF_QWEN2 = ("qwen2", "deepseek-r1-qwen", "hunyuan", "megrez", "stablelm2")
+COMPOSED = (*OF_QWEN2, "qwen35")
+SPLITS: dict[str, tuple[str, ...]] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), (LLAMA3,))
+SPLITS |= dict.fromkeys((*OF_QWEN2, "grok-2", "kormo", "solar-open"), (QWEN2,))
+SPLITS |= dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), (GPT4O,))
+SPLITS |= dict.fromkeys(("tekken", "pixtral"), (TEKKEN,))
+SPLITS |= dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), DEEPSEEK_V3)
+SPLITS |= {"deepseek-coder": DEEPSEEK_CODER, "deepseek-llm": DEEPSEEK_LLM, "afmoe": AFMOE, "laguna": LAGUNA}
+SPLITS |= {"qwen35": (QWEN35,), "seed-coder": (SEED_CODER,), "kimi-k2": (KIMI,), "minicpm5": MINICPM5}
+# Kinds that take each digit by itself.
+DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
+PLAIN = (
+    *("gpt-2", "exaone4", "default", "phi-2", "olmo", "mpt", "gigachat", "a.x-4.0", "mellum", "trillion"),
+    "granite-docling",
+)
 
 
 def tokenizer_of(header: Header) -> "Tokenizer":
@@ -87,14 +122,14 @@ def _byte_level(header: Header, tokens: list[str]) -> "Tokenizer":
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ValueError(f"tokenizer.ggml.merges in {header.path} must be pairs of tokens: {error}") from error
     if pre in SPLITS:
-        first: Any = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
+        splits: list[Any] = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in SPLITS[pre]]
         then = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, then])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, then])
     else:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGITS else []
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
-    if SPLITS.get(pre) in (QWEN2, QWEN35):
+    if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
