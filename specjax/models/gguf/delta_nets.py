@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.models.gguf import mixtures
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.places import Place
 
@@ -47,6 +48,22 @@ def sizes(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "linear_key_head_dim": of_net.state_size,
         "linear_value_head_dim": of_net.head_size,
         "linear_conv_kernel_dim": of_net.conv_size,
+    }
+
+
+def qwen3_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of dense Qwen3.5."""
+    return {"model_type": "qwen3_5_text", **sizes(fields, config)}
+
+
+def qwen3_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Qwen3-Next, and of Qwen3.5 with experts."""
+    fields.only("expert_weights_norm", True)
+    return {
+        **sizes(fields, config),
+        **mixtures.experts(fields),
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": fields.get("expert_shared_feed_forward_length", int),
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.models.gguf import mixtures
 from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Entry, Header
@@ -95,3 +96,25 @@ def _scaling(fields: Fields) -> dict[str, Any] | None:
     if found is None or gain is None:
         return found
     return found | {"mscale": 10 * gain, "mscale_all_dim": 10 * gain}  # the file has a tenth of both
+
+
+def deepseek2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of DeepSeek V3, Kimi K2 and GLM-4.7-Flash."""
+    fields.only("expert_gating_func", 2)  # sigmoids
+    number = config["num_hidden_layers"]
+    if f"blk.{number - 1}.exp_probs_b.bias" not in fields.header.tensors:
+        raise ValueError(
+            f"{fields.header.path} must have routers of sigmoids with corrections, as DeepSeek V3 has them, got none"
+        )
+    return {
+        **sizes(fields, config),
+        **mixtures.experts(fields, "n_routed_experts"),
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 0,
+        "n_shared_experts": fields.get("expert_shared_count", int),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
+        "n_group": fields.get("expert_group_count", int, 1),
+        "topk_group": fields.get("expert_group_used_count", int, 1),
+    }

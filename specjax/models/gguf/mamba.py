@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.models.gguf import dense
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.places import Place
 
@@ -70,6 +71,15 @@ def sizes_of_granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "mamba_expand": inner // hidden,
         "mamba_proj_bias": _has(fields, "ssm_in.bias"),
         "mamba_conv_bias": _has(fields, "ssm_conv1d.bias"),
+    }
+
+
+def granite_hybrid(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Granite 4 H."""
+    return {
+        "model_type": "granitemoehybrid",
+        **sizes_of_granite(fields, config),
+        **dense.factors_of_granite(fields),
     }
 
 

@@ -1,0 +1,141 @@
+"""Dense architectures in GGUF: the fields of config.json that are not alike in all files, and names of tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.models.gguf.blocks import floats_of
+from specjax.models.gguf.fields import Fields
+
+POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
+OF_GLM4 = (
+    ("ffn_up", "mlp.gate_up_proj"),
+    ("post_attention_norm", "post_self_attn_layernorm"),
+    ("post_ffw_norm", "post_mlp_layernorm"),
+)
+
+
+def without_window(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return no more fields; raise ValueError where the file has windows."""
+    fields.only("attention.sliding_window", 0)
+    return {}
+
+
+def with_yarn(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the scaling of YaRN where the file has it."""
+    scaling = fields.yarn()
+    if scaling is not None:
+        fields.only("rope.scaling.attn_factor", 1.0)
+    return without_window(fields, config) | ({} if scaling is None else {"rope_scaling": scaling})
+
+
+def has_mlp_bias(fields: Fields) -> bool:
+    """Return whether MLPs have biases."""
+    return "blk.0.ffn_gate.bias" in fields.header.tensors
+
+
+def layer_types(slides: Sequence[bool]) -> list[str]:
+    """Return the kind of each layer, given which layers have windows."""
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def three_of_four_slide(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the windows of layers; where the file does not say which layers have them, every fourth has none."""
+    window, number = fields.get("attention.sliding_window", int, 0), config["num_hidden_layers"]
+    slides = fields.slides(number, [(i + 1) % 4 != 0 for i in range(number)]) if window else [False] * number
+    return {"sliding_window": window or None, "layer_types": layer_types(slides)}
+
+
+def mistral3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Ministral 3 and Mistral Small 3."""
+    scaling = with_yarn(fields, config).get("rope_scaling")
+    if scaling is None:  # Mistral Small 3
+        fields.only("attention.temperature_scale", 0.0)
+        return {"model_type": "mistral", "sliding_window": None}
+    table = scaling | {
+        "rope_theta": config["rope_theta"],
+        "llama_4_scaling_beta": fields.get("attention.temperature_scale", float, 0.0),
+        "mscale": 1.0,
+        "mscale_all_dim": fields.get("rope.scaling.yarn_log_multiplier", float, 0.0),
+    }
+    return {"model_type": "ministral3", "rope_scaling": None, "rope_parameters": table}
+
+
+def glm4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of GLM-4-0414."""
+    turned = fields.get("rope.dimension_count", int, config["head_dim"])
+    return with_yarn(fields, config) | {"partial_rotary_factor": turned / config["head_dim"]}
+
+
+def olmo2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of OLMo 2 and OLMo 3."""
+    if not fields.get("attention.sliding_window", int, 0):
+        return with_yarn(fields, config)
+    fields.only("rope.scaling.attn_factor", 1.0)
+    base, default = {"rope_theta": config["rope_theta"]}, {"rope_type": "default"}
+    full = fields.yarn() or config["rope_scaling"] or default
+    turns = {"full_attention": full, "sliding_attention": default}
+    return three_of_four_slide(fields, config) | {
+        "model_type": "olmo3",
+        "rope_scaling": None,
+        "rope_parameters": {kind: turn | base for kind, turn in turns.items()},
+    }
+
+
+def seed_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Seed-OSS."""
+    has_out_bias = "blk.0.attn_output.bias" in fields.header.tensors
+    found = {"attention_out_bias": has_out_bias, "mlp_bias": has_mlp_bias(fields)}
+    return without_window(fields, config) | found
+
+
+def ernie4_5(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of dense ERNIE 4.5."""
+    return without_window(fields, config) | {"use_bias": config["attention_bias"]}
+
+
+def phi3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Phi-3 and Phi-4-mini."""
+    rotary = fields.get("rope.dimension_count", int, config["head_dim"])
+    lists = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+    found = {
+        "sliding_window": fields.get("attention.sliding_window", int, 0) or None,
+        "partial_rotary_factor": rotary / config["head_dim"],
+    }
+    header = fields.header
+    is_scaled = fields.get("rope.scaling.type", str, "none") == "longrope"
+    if not (is_scaled or any(tensor in header.tensors for tensor in lists.values())):
+        return found
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "attention_factor": fields.get("rope.scaling.attn_factor", float),
+    }
+    for name, tensor in lists.items():
+        if tensor not in header.tensors:
+            raise ValueError(f"tensor {tensor} is missing from {header.path}")
+        entry = header.tensors[tensor]
+        scaling[name] = floats_of(header.bytes_of(entry), entry.kind.name).ravel().tolist()
+    length = fields.get("rope.scaling.original_context_length", int)
+    return found | {"rope_scaling": scaling, "original_max_position_embeddings": length}
+
+
+def smollm3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of SmolLM3."""
+    fields.only("attention.sliding_window", 0)
+    return {"no_rope_layer_interval": 4, "mlp_bias": has_mlp_bias(fields)}
+
+
+def granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of dense Granite."""
+    fields.only("attention.sliding_window", 0)
+    fields.only("rope.scaling.finetuned", True)  # false stands for layers without rotary positions
+    return factors_of_granite(fields) | {"mlp_bias": has_mlp_bias(fields)}
+
+
+def factors_of_granite(fields: Fields) -> dict[str, Any]:
+    """Return the factors on embeddings, scores, sublayers and logits of Granite."""
+    return {
+        "attention_multiplier": fields.get("attention.scale", float),
+        "embedding_multiplier": fields.get("embedding_scale", float, 1.0),
+        "residual_multiplier": fields.get("residual_scale", float, 1.0),
+        "logits_scaling": fields.get("logit_scale", float, 1.0),
+    }

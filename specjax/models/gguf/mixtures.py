@@ -1,0 +1,144 @@
+"""Architectures with experts in GGUF: the fields of config.json that say their sizes, and names of tensors."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from specjax.models.gguf import dense
+from specjax.models.gguf.fields import Fields
+from specjax.models.gguf.places import Place
+
+CHUNK_OF_LLAMA4 = 8192  # tokens of a part of a sequence, which files do not say
+EXPERTS_OF_MAVERICK = 128  # Llama 4 Maverick lacks the norms of queries and keys of Scout
+OF_LLAMA4 = (
+    *((f"ffn_{name}", f"feed_forward.{name}_proj") for name in ("gate", "up", "down")),
+    *((f"ffn_{name}_exps", f"feed_forward.experts.*.{name}_proj") for name in ("gate", "up", "down")),
+    *((f"ffn_{name}_shexp", f"feed_forward.shared_expert.{name}_proj") for name in ("gate", "up", "down")),
+    ("ffn_gate_inp", "feed_forward.router"),
+)
+OF_EXPERTS = (
+    ("ffn_gate_inp", "mlp.gate"),
+    ("ffn_gate_exps", "mlp.experts.*.gate_proj"),
+    ("ffn_up_exps", "mlp.experts.*.up_proj"),
+    ("ffn_down_exps", "mlp.experts.*.down_proj"),
+)
+OF_MIXTRAL = (
+    ("ffn_gate_inp", "block_sparse_moe.gate"),
+    ("ffn_gate_exps", "block_sparse_moe.experts.*.w1"),
+    ("ffn_up_exps", "block_sparse_moe.experts.*.w3"),
+    ("ffn_down_exps", "block_sparse_moe.experts.*.w2"),
+)
+OF_MINIMAX = (*OF_MIXTRAL, ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"))
+OF_SHARED = tuple((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down"))
+OF_GLM = (
+    *(("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), dense.POST_NORMS[0]),
+    *OF_SHARED,
+    *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
+    *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
+)
+OF_ERNIE = (("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"), *OF_SHARED)
+OF_GPT_OSS = (
+    ("attn_sinks.weight", "self_attn.sinks"),
+    dense.POST_NORMS[0],
+    *((f"ffn_{name}_exps.bias", f"mlp.experts.{name}_proj_bias") for name in ("gate", "up", "down")),
+    ("ffn_gate_inp", "mlp.router"),
+)
+
+
+def experts(fields: Fields, number: str = "num_experts") -> dict[str, Any]:
+    """Return the sizes of experts; the field of config.json with their number has the name `number`."""
+    size = fields.get("expert_feed_forward_length", int, None) or fields.get("feed_forward_length", int)
+    return {
+        number: fields.get("expert_count", int),
+        "num_experts_per_tok": fields.get("expert_used_count", int),
+        "moe_intermediate_size": size,
+    }
+
+
+def llama(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Llama, and of Mixtral."""
+    common = dense.with_yarn(fields, config)
+    if not fields.get("expert_count", int, 0):
+        return common
+    found = common | experts(fields, "num_local_experts")
+    return found | {"model_type": "mixtral", "intermediate_size": found.pop("moe_intermediate_size")}
+
+
+def llama4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Llama 4."""
+    fields.only("attention.sliding_window", CHUNK_OF_LLAMA4)
+    found = experts(fields, "num_local_experts")
+    return found | {
+        "model_type": "llama4_text",
+        "intermediate_size": found.pop("moe_intermediate_size"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": fields.get("interleave_moe_layer_step", int, 1),
+        "attention_chunk_size": CHUNK_OF_LLAMA4,
+        "use_qk_norm": found["num_local_experts"] != EXPERTS_OF_MAVERICK,
+    }
+
+
+def minimax_m2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of MiniMax-M2."""
+    fields.only("expert_gating_func", 2)  # sigmoids
+    found = dense.without_window(fields, config) | experts(fields, "num_local_experts")
+    return found | {
+        "model_type": "minimax_m2",
+        "intermediate_size": found.pop("moe_intermediate_size"),
+        "rotary_dim": fields.get("rope.dimension_count", int, config["head_dim"]),
+    }
+
+
+def qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Qwen3-MoE."""
+    return dense.with_yarn(fields, config) | experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+
+
+def ernie4_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of ERNIE 4.5 with experts."""
+    found = dense.without_window(fields, config) | experts(fields, "moe_num_experts")
+    return found | {
+        "model_type": "ernie4_5_moe",
+        "moe_k": found.pop("num_experts_per_tok"),
+        "moe_num_shared_experts": fields.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": fields.get("leading_dense_block_count", int, 0),
+        "moe_layer_interval": fields.get("interleave_moe_layer_step", int, 1),
+    }
+
+
+def glm4_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of GLM-4.5."""
+    fields.only("attention.sliding_window", 0)
+    fields.only("expert_gating_func", 2)  # sigmoids
+    number = fields.get("nextn_predict_layers", int, 0)
+    return experts(fields, "n_routed_experts") | {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": config["num_hidden_layers"] - number,
+        "num_nextn_predict_layers": number,
+        "n_shared_experts": fields.get("expert_shared_count", int, 1),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
+        "n_group": fields.get("expert_group_count", int, 1),
+        "topk_group": fields.get("expert_group_used_count", int, 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.header.tensors,
+        "partial_rotary_factor": fields.get("rope.dimension_count", int, config["head_dim"]) / config["head_dim"],
+    }
+
+
+def gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of gpt-oss."""
+    sizes = experts(fields, "num_local_experts")
+    found = sizes | {
+        "model_type": "gpt_oss",
+        "intermediate_size": sizes.pop("moe_intermediate_size"),
+        "sliding_window": fields.get("attention.sliding_window", int),
+    }
+    scaling = fields.yarn()
+    return found if scaling is None else found | {"rope_scaling": scaling | {"truncate": False}}  # files do not say it
+
+
+def corrections_as_row(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
+    """Return the tensor of transformers that a tensor holds; corrections of routers are a table of one row."""
+    is_row = name.endswith("e_score_correction_bias")
+    yield name, replace(place, own_shape=(1, place.entry.shape[-1])) if is_row else place
