@@ -1,6 +1,6 @@
 """Granite 3 and 4: change Llama by factors on embeddings, scores, the outputs of sublayers, and logits.
 
-Granite 4.0 may have layers of Mamba-2, and experts beside an MLP.
+Some releases of Granite 3 have experts. Granite 4.0 may have layers of Mamba-2, and experts beside an MLP.
 """
 
 import math
@@ -29,14 +29,19 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     return _decoder(config, tensors, True, GatedMLP(has_bias=config.get("mlp_bias", bool, False)))
 
 
+def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a checkpoint of Granite 3 with experts, and with an MLP beside them where the file has one."""
+    size = config.size("shared_intermediate_size", 0, least=0)
+    ffn, options = _experts(config, size)
+    return _decoder(config, tensors, True, ffn, **options)
+
+
 def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a Granite 4.0 checkpoint: with layers of Mamba-2 and experts, with one of both, or neither."""
     size = config.size("shared_intermediate_size", 1024)
     ffn, options = GatedMLP(), {}
     if config.get("num_local_experts", int, 8):
-        router = mixtures.made(config, SoftmaxTopK, *mixtures.counts(config, "num_local_experts"))
-        ffn = Experts(router, shared=Shared())
-        options = {"expert_size": config.size("intermediate_size"), "shared_size": size, "mixture": _MixtureNames()}
+        ffn, options = _experts(config, size)
     else:
         config = config.replaced(intermediate_size=size)
         config.ignore("num_local_experts", "num_experts_per_tok", *mixtures.TRAINING)
@@ -50,6 +55,13 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
     recurs = [i for i, kind in enumerate(kinds) if kind in RECURS]
     turns = config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "rope"
     return _decoder(config, tensors, turns, ffn, recurs, mlp=SHARED_MLP, **options)
+
+
+def _experts(config: ConfigFile, shared_size: int) -> tuple[Experts, dict[str, Any]]:
+    """Return a mixture beside an MLP of some width, none where it is 0, and the options of `llama.decoder` for it."""
+    router = mixtures.made(config, SoftmaxTopK, *mixtures.counts(config, "num_local_experts"))
+    sizes = {"expert_size": config.size("intermediate_size"), "shared_size": shared_size}
+    return Experts(router, shared=Shared() if shared_size else None), {**sizes, "mixture": _MixtureNames()}
 
 
 def _mamba(config: ConfigFile) -> Mamba2:
@@ -99,14 +111,12 @@ class _MixtureNames:
             each = [f"{block}.experts.{i}" for i in range(number)]
             gate_up = tensors.stack(hidden, [{f"{one}.w1.weight": size, f"{one}.w3.weight": size} for one in each])
             out = tensors.stack(size, [{f"{one}.w2.weight": hidden} for one in each])
+        router = tensors.table(f"{block}.router.layer.weight", number, hidden)
+        params = {"router": router, "experts_gate_up": gate_up, "experts_out": out}
+        if ffn.shared is None:
+            return params
         beside = llama.mlp_params(config, GatedMLP(size=config.shared_size), tensors, layer, SHARED_MLP)
-        return {
-            "router": tensors.table(f"{block}.router.layer.weight", number, hidden),
-            "experts_gate_up": gate_up,
-            "experts_out": out,
-            "shared_gate_up": beside["gate_up"],
-            "shared_out": beside["mlp_out"],
-        }
+        return params | {"shared_gate_up": beside["gate_up"], "shared_out": beside["mlp_out"]}
 
 
 def _decoder(
