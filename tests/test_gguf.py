@@ -353,7 +353,11 @@ def test_sentence_piece_tokenizers():
         ({"llama.block_count": "two"}, r"llama.block_count in .* must be int, got 'two'"),
         ({"llama.embedding_length": 96}, r"must have shape"),
         ({"llama.attention.head_count_kv": 0}, r"head_count_kv in .* must be at least 1, got 0"),
-        ({"llama.attention.head_count_kv": [2, 1]}, r"must be the same for all layers, got \[2, 1\] and \[256, 256\]"),
+        ({"llama.attention.head_count_kv": [2, 1]}, r"be the same for all layers, got \[4, 4\], \[2, 1\] and"),
+        (
+            {"llama.attention.head_count": [4, 2]},
+            r"head_count, head_count_kv and feed_forward_length in .* \[4, 2\], \[2,",
+        ),
         (
             {"llama.feed_forward_length": [256]},
             r"feed_forward_length in .* must be an integer, or 2 of them, got",

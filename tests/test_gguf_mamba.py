@@ -196,7 +196,7 @@ def test_the_drafter_in_a_file_is_left_out(tmp_path):
         ("granite", {"add_ssm_inner_size": 60}, "ssm.inner_size in .* must be a multiple of embedding_length = 32"),
         ("granite", {"add_ssm_group_count": 3}, "ssm.time_step_rank in .* must be a multiple of 3 in .*, got 4"),
         ("granite", {"add_head_count_kv": [0, 0, 0]}, "attention.head_count_kv in .* must be at least 1, got 0"),
-        ("granite", {"add_head_count_kv": [0, 2, 1]}, "attention.head_count_kv and feed_forward_length .* the same"),
+        ("granite", {"add_head_count_kv": [0, 2, 1]}, "head_count_kv and feed_forward_length .* the same"),
         ("nemotron", {"add_feed_forward_length": [0, 48]}, "feed_forward_length in .* an integer, or 5 of them"),
         ("nemotron", {"add_feed_forward_length": [0, 0, 48, 0, 0]}, "model.layers.4.mixer"),
     ],

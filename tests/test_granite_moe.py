@@ -1,4 +1,4 @@
-"""Granite 3 with experts: its logits against transformers, and against Granite 4 without layers of Mamba-2."""
+"""Granite 3 with experts: its logits against transformers, Granite 4 without layers of Mamba-2, and GGUF."""
 
 import json
 
@@ -61,3 +61,45 @@ def test_an_mlp_beside_experts(tmp_path):
 def test_fields_that_are_wrong(fields, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path / "model", CONFIGS["granitemoe"] | fields, tensors("granitemoe")))
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_gguf_file_computes_what_its_floats_do(case, tmp_path):
+    """Converters part the matrices of gate and up, and put the halves of each head between each other."""
+    gguf = pytest.importorskip("gguf")
+    from test_gguf_mamba import converted
+
+    stored, fields = tensors(case), CONFIGS[case]
+    floats = load(write(tmp_path / "floats", fields, stored))
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "granitemoe")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GRANITE_MOE, 2)
+    known = {
+        "add_block_count": 2,
+        "add_context_length": 64,
+        "add_embedding_length": 32,
+        "add_feed_forward_length": 20,
+        "add_head_count": 4,
+        "add_head_count_kv": 2,
+        "add_layer_norm_rms_eps": 1e-5,
+        "add_rope_freq_base": 500.0,
+        "add_embedding_scale": 12.0,
+        "add_residual_scale": 0.22,
+        "add_attention_scale": 0.5,
+        "add_logit_scale": 3.0,
+        "add_expert_count": 6,
+        "add_expert_used_count": 3,
+    }
+    if case == "granitemoeshared":
+        known["add_expert_shared_feed_forward_length"] = 24
+    for name, value in known.items():
+        getattr(writer, name)(value)
+    for name, values in stored.items():
+        for part, one in converted(name, values, 1, True).items():
+            of_file = names.get_name(part, try_suffixes=(".weight",))
+            if of_file is None:
+                _, _, layer, _, kind, _ = part.split(".")
+                of_file = f"blk.{layer}.ffn_{kind.removesuffix('_proj')}_shexp.weight"
+            writer.add_tensor(of_file, np.ascontiguousarray(one))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    assert difference(whole_logits(load(tmp_path / "model.gguf")), np.asarray(whole_logits(floats))) <= TOLERANCE

@@ -58,6 +58,7 @@ class Architecture:
         return dict(self.holds(name, place, config))
 
 
+QWEN3_MOE = Architecture(fields=mixtures.qwen3_moe, names=mixtures.OF_EXPERTS, scalings=("yarn",), has_experts=True)
 QWEN35 = Architecture(
     fields=delta_nets.qwen3_5,
     names=delta_nets.OF_LAYER,
@@ -67,6 +68,14 @@ QWEN35 = Architecture(
 )
 QWEN35_MOE = replace(
     QWEN35, fields=delta_nets.qwen3_5_moe, names=mixtures.OF_EXPERTS + delta_nets.OF_LAYER, has_experts=True
+)
+LATENTS = Architecture(
+    fields=latents.deepseek2,
+    names=mixtures.OF_EXPERTS + latents.OF_LAYER,
+    has_partial_rotary=True,
+    has_experts=True,
+    has_latents=True,
+    has_own_rope=True,
 )
 NEMOTRON_H = Architecture(
     fields=mamba.sizes_of_nemotron,
@@ -87,33 +96,46 @@ ARCHITECTURES = {
         has_experts=True,
     ),
     "llama4": Architecture(fields=mixtures.llama4, names=mixtures.OF_LLAMA4, has_experts=True),
+    "afmoe": Architecture(fields=mixtures.afmoe, names=mixtures.OF_EXPERTS + mixtures.OF_AFMOE, has_experts=True),
+    "laguna": Architecture(
+        fields=mixtures.laguna,
+        names=mixtures.OF_EXPERTS + mixtures.OF_LAGUNA,
+        has_partial_rotary=True,
+        has_experts=True,
+        has_own_rope=True,
+        has_sizes_of_layers=True,
+    ),
     "minimax-m2": Architecture(
         fields=mixtures.minimax_m2, names=mixtures.OF_MINIMAX, has_partial_rotary=True, has_experts=True
     ),
     "mistral3": Architecture(fields=dense.mistral3, has_halves_between=True, scalings=("yarn",)),
     "qwen2": Architecture(fields=dense.with_yarn, scalings=("yarn",)),
-    "qwen3": Architecture(fields=dense.with_yarn, scalings=("yarn",)),
-    "qwen3moe": Architecture(
-        fields=mixtures.qwen3_moe, names=mixtures.OF_EXPERTS, scalings=("yarn",), has_experts=True
+    "qwen2vl": Architecture(fields=dense.as_qwen2, scalings=("yarn",)),
+    "qwen2moe": Architecture(
+        fields=mixtures.qwen2_moe,
+        names=mixtures.OF_EXPERTS + mixtures.OF_QWEN2,
+        scalings=("yarn",),
+        has_experts=True,
+        holds=mixtures.gates_as_row,
     ),
+    "qwen3": Architecture(fields=dense.with_yarn, scalings=("yarn",)),
+    "qwen3vl": Architecture(fields=dense.as_qwen3, scalings=("yarn",)),
+    "qwen3moe": QWEN3_MOE,
+    "qwen3vlmoe": QWEN3_MOE,
     "qwen35": QWEN35,
     "qwen35moe": QWEN35_MOE,
     "qwen3next": replace(QWEN35_MOE, holds=partial(delta_nets.in_order, is_tiled=False)),
+    "chatglm": Architecture(fields=dense.chatglm, names=dense.OF_CHATGLM, has_partial_rotary=True, scalings=("yarn",)),
     "glm4": Architecture(fields=dense.glm4, names=dense.OF_GLM4, has_partial_rotary=True, scalings=("yarn",)),
     "glm4moe": Architecture(
         fields=mixtures.glm4_moe, names=mixtures.OF_EXPERTS + mixtures.OF_GLM, has_partial_rotary=True, has_experts=True
     ),
-    "deepseek2": Architecture(
-        fields=latents.deepseek2,
-        names=mixtures.OF_EXPERTS + latents.OF_LAYER,
-        has_partial_rotary=True,
-        has_experts=True,
-        has_latents=True,
-        has_own_rope=True,
-    ),
+    "deepseek2": LATENTS,
+    "mistral4": replace(LATENTS, fields=latents.mistral4),
     "gpt-oss": Architecture(
         fields=mixtures.gpt_oss, names=mixtures.OF_EXPERTS + mixtures.OF_GPT_OSS, scalings=("yarn",), has_experts=True
     ),
+    "gemma": Architecture(has_norm_offset=True, has_ordered_tokens=True),
     "gemma2": Architecture(
         fields=gemmas.gemma2,
         names=gemmas.GEMMA_NORMS,
@@ -132,6 +154,12 @@ ARCHITECTURES = {
         has_sizes_of_layers=True,
     ),
     "granite": Architecture(fields=dense.granite, has_halves_between=True),
+    "granitemoe": Architecture(
+        fields=dense.granite_moe,
+        names=mixtures.OF_MIXTRAL + mamba.OF_GRANITE,
+        has_halves_between=True,
+        has_experts=True,
+    ),
     "granitehybrid": Architecture(
         fields=mamba.granite_hybrid,
         names=mixtures.OF_MIXTRAL + mamba.OF_GRANITE,
@@ -150,6 +178,13 @@ ARCHITECTURES = {
         has_experts=True,
         holds=mixtures.corrections_as_row,
     ),
+    "hunyuan-dense": Architecture(fields=dense.hunyuan, names=dense.OF_HUNYUAN),
+    "hunyuan-moe": Architecture(
+        fields=mixtures.hunyuan,
+        names=mixtures.OF_EXPERTS + mixtures.OF_HUNYUAN + dense.OF_HUNYUAN,
+        has_experts=True,
+    ),
+    "olmoe": Architecture(fields=mixtures.olmoe, names=mixtures.OF_EXPERTS, has_experts=True),
     "olmo2": Architecture(fields=dense.olmo2, names=dense.POST_NORMS, scalings=("yarn",)),
     "seed_oss": Architecture(fields=dense.seed_oss, names=dense.POST_NORMS[:1]),
     "phi3": Architecture(

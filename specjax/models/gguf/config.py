@@ -14,7 +14,6 @@ SIZES = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
-    "num_attention_heads": "attention.head_count",
 }
 LLAMA3_SCALINGS = (  # of Llama 3.1, Llama 3.2, EXAONE 4 and Llama 4 Scout
     Llama3Scaling(8.0, 1.0, 4.0, 8192),
@@ -49,19 +48,20 @@ def config_of(header: Header) -> dict[str, Any]:
         place = f"{fields.architecture}.block_count in {header.path}"
         raise ValueError(f"{place} must be in [1, {MAX_LAYERS}], got {number}")
     widths = fields.of_layers("feed_forward_length", number, *([expert_size] if expert_size else []))
-    heads = config["num_attention_heads"]
+    each_heads = fields.of_layers("attention.head_count", number)
+    heads = config["num_attention_heads"] = each_heads[0]
     kv_heads = fields.of_layers("attention.head_count_kv", number, heads)
     if architecture.has_kinds_of_layers:  # 0 is of a layer without attention, or without an MLP
         kv_heads, widths = ([size for size in sizes if size] or [0] for sizes in (kv_heads, widths))
-    if heads < 1 or "token_embd.weight" not in header.tensors:
-        raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {heads} heads")
+    if min(each_heads) < 1 or "token_embd.weight" not in header.tensors:
+        raise ValueError(f"{header.path} must have heads and the tensor token_embd.weight, got {min(each_heads)} heads")
     if min(kv_heads) < 1:
         place = f"{fields.architecture}.attention.head_count_kv in {header.path}"
         raise ValueError(f"{place} must be at least 1, got {min(kv_heads)}")
-    if not architecture.has_sizes_of_layers and len({*kv_heads}) + len({*widths}) > 2:
+    if not architecture.has_sizes_of_layers and len({*kv_heads}) + len({*widths}) + len({*each_heads}) > 3:
         raise ValueError(
-            f"{fields.architecture}.attention.head_count_kv and feed_forward_length in {header.path} must be the same "
-            f"for all layers, got {kv_heads} and {widths}"
+            f"{fields.architecture}.attention.head_count, head_count_kv and feed_forward_length in {header.path} must "
+            f"be the same for all layers, got {each_heads}, {kv_heads} and {widths}"
         )
     head_size = fields.get("attention.key_length", int, config["hidden_size"] // heads)
     if head_size < 1:

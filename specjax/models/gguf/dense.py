@@ -12,6 +12,8 @@ OF_GLM4 = (
     ("post_attention_norm", "post_self_attn_layernorm"),
     ("post_ffw_norm", "post_mlp_layernorm"),
 )
+OF_CHATGLM = ("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")
+OF_HUNYUAN = ("attn_q_norm", "self_attn.query_layernorm"), ("attn_k_norm", "self_attn.key_layernorm")
 
 
 def without_window(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -26,6 +28,21 @@ def with_yarn(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     if scaling is not None:
         fields.only("rope.scaling.attn_factor", 1.0)
     return without_window(fields, config) | ({} if scaling is None else {"rope_scaling": scaling})
+
+
+def as_qwen2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of the text part of Qwen2-VL and Qwen2.5-VL."""
+    return with_yarn(fields, config) | {"model_type": "qwen2"}
+
+
+def as_qwen3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of the text part of Qwen3-VL."""
+    return with_yarn(fields, config) | {"model_type": "qwen3"}
+
+
+def hunyuan(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of dense Hunyuan; the base of its rotation is stretched in the file."""
+    return without_window(fields, config) | {"model_type": "hunyuan_v1_dense"}
 
 
 def has_mlp_bias(fields: Fields) -> bool:
@@ -60,8 +77,21 @@ def mistral3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_scaling": None, "rope_parameters": table}
 
 
+def chatglm(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of GLM-4-9B."""
+    bias = config["attention_bias"] or "blk.0.attn_qkv.bias" in fields.header.tensors
+    return glm4(fields, config) | {"model_type": "glm", "attention_bias": bias}
+
+
 def glm4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return more fields of config.json of GLM-4-0414."""
+    fields.only("nextn_predict_layers", 0)
+    sections = f"{fields.architecture}.rope.dimension_sections"
+    if sections in fields.header.fields:
+        raise ValueError(
+            f"{sections} in {fields.header.path} must be absent, because the queries and keys of GLM-4V have another "
+            "order in GGUF, which is not read"
+        )
     turned = fields.get("rope.dimension_count", int, config["head_dim"])
     return with_yarn(fields, config) | {"partial_rotary_factor": turned / config["head_dim"]}
 
@@ -129,6 +159,16 @@ def granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     fields.only("attention.sliding_window", 0)
     fields.only("rope.scaling.finetuned", True)  # false stands for layers without rotary positions
     return factors_of_granite(fields) | {"mlp_bias": has_mlp_bias(fields)}
+
+
+def granite_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Granite 3 with experts."""
+    return granite(fields, config) | {
+        "model_type": "granitemoeshared",
+        "num_local_experts": fields.get("expert_count", int),
+        "num_experts_per_tok": fields.get("expert_used_count", int),
+        "shared_intermediate_size": fields.get("expert_shared_feed_forward_length", int, 0),
+    }
 
 
 def factors_of_granite(fields: Fields) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4 in GGUF."""
+"""Gemma and its successors in GGUF: Gemma 2, 3 and 4."""
 
 from typing import Any
 

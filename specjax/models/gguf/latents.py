@@ -1,4 +1,4 @@
-"""Attention on latents in GGUF: DeepSeek V3, Kimi K2 and GLM-4.7-Flash, whose last matrix converters part in two."""
+"""Attention on latents in GGUF: DeepSeek, Kimi K2, GLM-4.7-Flash and Mistral 4, whose last matrix converters part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +22,11 @@ OF_LAYER = (  # names of tensors of a layer in GGUF and in transformers
     ("attn_k_b", "self_attn.k_b_proj"),
     ("attn_v_b", "self_attn.v_b_proj"),
     ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
-    *((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")),
+    ("ffn_gate_up_exps", "mlp.experts.*.gate_up_proj"),
+    *mixtures.OF_SHARED,
+    *mixtures.OF_NEXTN,
 )
+BETA_OF_MISTRAL4 = 0.1  # how its queries are scaled by position, which files do not say
 
 
 @dataclass(frozen=True)
@@ -99,22 +102,65 @@ def _scaling(fields: Fields) -> dict[str, Any] | None:
 
 
 def deepseek2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """Return more fields of config.json of DeepSeek V3, Kimi K2 and GLM-4.7-Flash."""
+    """Return more fields of config.json of DeepSeek V3, Kimi K2 and GLM-4.7-Flash.
+
+    Routers without corrections are of softmax. DeepSeek V2 Lite and Mistral Large 3 have such routers.
+    """
+    number = fields.get("nextn_predict_layers", int, 0)
+    config = config | {"num_hidden_layers": config["num_hidden_layers"] - number}
+    if f"blk.{config['num_hidden_layers'] - 1}.exp_probs_b.bias" not in fields.header.tensors:
+        return _of_softmax(fields, config, 0.0)
     fields.only("expert_gating_func", 2)  # sigmoids
-    number = config["num_hidden_layers"]
-    if f"blk.{number - 1}.exp_probs_b.bias" not in fields.header.tensors:
-        raise ValueError(
-            f"{fields.header.path} must have routers of sigmoids with corrections, as DeepSeek V3 has them, got none"
-        )
     return {
         **sizes(fields, config),
-        **mixtures.experts(fields, "n_routed_experts"),
+        **_experts(fields),
         "model_type": "deepseek_v3",
-        "num_nextn_predict_layers": 0,
-        "n_shared_experts": fields.get("expert_shared_count", int),
-        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_nextn_predict_layers": number,
         "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
         "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
+    }
+
+
+def mistral4(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Mistral Small 4."""
+    return _of_softmax(fields, config, BETA_OF_MISTRAL4)
+
+
+def _of_softmax(fields: Fields, config: dict[str, Any], beta: float) -> dict[str, Any]:
+    """Return more fields of config.json of a model whose routers are of softmax.
+
+    Args:
+        fields: of the file.
+        config: the fields of config.json so far.
+        beta: how queries are scaled by position where the file does not say it.
+    """
+    fields.only("expert_gating_func", 1)  # softmax
+    found = sizes(fields, config)
+    table = found.pop("rope_scaling") or {"rope_type": "default"}
+    length = table.get("original_max_position_embeddings", config["max_position_embeddings"])
+    return {
+        **found,
+        **_experts(fields),
+        "model_type": "mistral4",
+        "rope_scaling": None,
+        "rope_parameters": table
+        | {
+            "rope_theta": config["rope_theta"],
+            "llama_4_scaling_beta": fields.get("attention.temperature_scale", float, beta),
+            "original_max_position_embeddings": fields.get("attention.temperature_length", int, length),
+        },
+        "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0) or 1.0,  # 0 is none
+        "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
+    }
+
+
+def _experts(fields: Fields) -> dict[str, Any]:
+    """Return the numbers and sizes of experts, and of their groups."""
+    return {
+        **mixtures.experts(fields, "n_routed_experts"),
+        "n_shared_experts": fields.get("expert_shared_count", int),
+        "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
         "n_group": fields.get("expert_group_count", int, 1),
         "topk_group": fields.get("expert_group_used_count", int, 1),
     }

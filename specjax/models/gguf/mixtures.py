@@ -30,11 +30,36 @@ OF_MIXTRAL = (
 )
 OF_MINIMAX = (*OF_MIXTRAL, ("exp_probs_b.bias", "block_sparse_moe.e_score_correction_bias"))
 OF_SHARED = tuple((f"ffn_{name}_shexp", f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down"))
+OF_QWEN2 = (
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    *((f"ffn_{name}_shexp", f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down")),
+)
+OF_HUNYUAN = (
+    ("ffn_gate_inp", "mlp.gate.wg"),
+    *((f"ffn_{name}_shexp", f"mlp.shared_mlp.{name}_proj") for name in ("gate", "up", "down")),
+)
+OF_AFMOE = (
+    *OF_SHARED,
+    ("ffn_gate_inp", "mlp.router.gate"),
+    ("exp_probs_b.bias", "mlp.expert_bias"),
+    ("attn_gate", "self_attn.gate_proj"),
+    ("ffn_norm", "pre_mlp_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("post_ffw_norm", "post_mlp_layernorm"),
+)
+OF_LAGUNA = (
+    *OF_SHARED,
+    ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+    ("attn_gate", "self_attn.g_proj"),
+)
+OF_NEXTN = (  # of layers for multi-token prediction
+    *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
+    *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
+)
 OF_GLM = (
     *(("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), dense.POST_NORMS[0]),
     *OF_SHARED,
-    *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
-    *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
+    *OF_NEXTN,
 )
 OF_ERNIE = (("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"), *OF_SHARED)
 OF_GPT_OSS = (
@@ -94,6 +119,94 @@ def qwen3_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return dense.with_yarn(fields, config) | experts(fields) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
+def qwen2_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Qwen1.5-MoE and Qwen2-MoE."""
+    size = fields.get("expert_shared_feed_forward_length", int, config["intermediate_size"])
+    return dense.with_yarn(fields, config) | {
+        **experts(fields),
+        "model_type": "qwen2_moe",
+        "qkv_bias": config["attention_bias"],
+        "shared_expert_intermediate_size": size,
+    }
+
+
+def olmoe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of OLMoE."""
+    found = dense.without_window(fields, config) | experts(fields)
+    return found | {"intermediate_size": found.pop("moe_intermediate_size")}
+
+
+def hunyuan(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Hunyuan-A13B; the base of its rotation is stretched in the file."""
+    fields.only("expert_shared_feed_forward_length", config["intermediate_size"])
+    found = dense.without_window(fields, config) | experts(fields)
+    return found | {
+        "model_type": "hunyuan_v1_moe",
+        "moe_topk": found.pop("num_experts_per_tok"),
+        "num_shared_expert": fields.get("expert_shared_count", int, 1),
+    }
+
+
+def afmoe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Trinity."""
+    fields.only("expert_gating_func", 2)  # sigmoids
+    fields.only("expert_weights_norm", True)
+    window = fields.get("attention.sliding_window", int)
+    return dense.three_of_four_slide(fields, config) | {
+        **experts(fields),
+        "sliding_window": window,
+        "rope_theta": fields.get("rope.freq_base_swa", float, config["rope_theta"]),  # others do not turn
+        "num_shared_experts": fields.get("expert_shared_count", int),
+        "num_dense_layers": fields.get("leading_dense_block_count", int, 0),
+        "route_scale": fields.get("expert_weights_scale", float, 1.0),
+        "n_group": fields.get("expert_group_count", int, 1),
+        "mup_enabled": True,
+    }
+
+
+def laguna(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Laguna."""
+    fields.only("expert_gating_func", 2)  # sigmoids
+    fields.only("expert_weights_norm", True)
+    number, size = config["num_hidden_layers"], config["head_dim"]
+    heads = fields.of_layers("attention.head_count", number)
+    window = fields.get("attention.sliding_window", int, 0)
+    slides = fields.slides(number, [i % 4 != 0 for i in range(number)]) if window else [False] * number
+    gate = fields.header.tensors.get("blk.0.attn_gate.weight")
+    by_head = gate is None or gate.shape[0] == heads[0]
+    num_dense = fields.get("leading_dense_block_count", int, 0)
+    return {
+        **experts(fields),
+        "model_type": "laguna",
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if by_head else "per-element",
+        "layer_types": dense.layer_types(slides),
+        "sliding_window": window,
+        "mlp_layer_types": ["dense" if i < num_dense else "sparse" for i in range(number)],
+        "shared_expert_intermediate_size": fields.get("expert_shared_feed_forward_length", int),
+        "moe_routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
+        "rope_parameters": _turns_of_laguna(fields, config["rope_theta"], size),
+    }
+
+
+def _turns_of_laguna(fields: Fields, theta: float, size: int) -> dict[str, Any]:
+    """Return how the heads of layers without and with windows turn, given a base and the size of a head."""
+    fields.only("rope.scaling.type", "none", "yarn")
+    full = fields.yarn() or {"rope_type": "default"}
+    if full["rope_type"] == "yarn":
+        magnitude = fields.get("rope.scaling.yarn_attn_factor", float, None)
+        full |= {} if magnitude is None else {"attention_factor": magnitude}
+    turned, sliding = (fields.get(f"rope.dimension_count{end}", int, size) for end in ("", "_swa"))
+    return {
+        "full_attention": full | {"rope_theta": theta, "partial_rotary_factor": turned / size},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": fields.get("rope.freq_base_swa", float, theta),
+            "partial_rotary_factor": sliding / size,
+        },
+    }
+
+
 def ernie4_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return more fields of config.json of ERNIE 4.5 with experts."""
     found = dense.without_window(fields, config) | experts(fields, "moe_num_experts")
@@ -136,6 +249,12 @@ def gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
     scaling = fields.yarn()
     return found if scaling is None else found | {"rope_scaling": scaling | {"truncate": False}}  # files do not say it
+
+
+def gates_as_row(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
+    """Return the tensor of transformers that a tensor holds; the gate of a shared MLP is a table of one row."""
+    is_row = name.endswith("shared_expert_gate.weight")
+    yield name, replace(place, own_shape=(1, place.entry.shape[-1])) if is_row else place
 
 
 def corrections_as_row(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
