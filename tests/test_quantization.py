@@ -163,6 +163,39 @@ def test_bitsandbytes_of_8_bits(rng):
     check({"quant_method": "bitsandbytes", "load_in_8bit": True}, arrays, w, bits=8)
 
 
+AUTO_ROUND = GPTQ | {"quant_method": "auto-round"}
+
+
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round", "auto_round:gptqmodel"])
+def test_auto_round_with_zeros_of_both_versions(rng, packing):
+    arrays, w = files.gptq(rng, 16, 64, 32, version=1 if packing == "auto_round:auto_gptq" else 2)
+    check(AUTO_ROUND | {"packing_format": packing}, arrays, w)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fabricate"),
+    [
+        ({"data_type": "mx_fp", "bits": 4}, files.mxfp4_packed),
+        ({"data_type": "mx_fp_rceil", "bits": 8}, files.mxfp8),
+        ({"data_type": "nv_fp", "bits": 4}, lambda rng, n, k: files.nvfp4(rng, n, k, "compressed-tensors")),
+        ({"data_type": "fp", "bits": 8}, lambda rng, n, k: files.fp8(rng, n, k, name="weight_scale", shape=(n, 1))),
+    ],
+)
+def test_auto_round_of_floats(rng, fields, fabricate):
+    arrays, w = fabricate(rng, 12, 64)
+    check(AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"} | fields, arrays, w)
+
+
+def test_names_of_auto_round_go_before_patterns(rng):
+    """A matrix may have other bits, by its name or by a pattern, and 16 bits are floats."""
+    tables = {".*": {"bits": 8}, "m": {"bits": 4}, "other": {"bits": 16, "data_type": "float"}}
+    fields = AUTO_ROUND | {"data_type": "mx_fp", "extra_config": tables}
+    arrays, w = files.mxfp4_packed(rng, 12, 64)
+    check(fields, arrays, w, bits=4)
+    arrays, w = files.mxfp8(rng, 12, 64)
+    check(fields | {"extra_config": {".*": {"bits": 8}}}, arrays, w, bits=8)
+
+
 def groups(layout, targets=("Linear",), **weights):
     return {"targets": list(targets), "format": layout, "weights": weights}
 
@@ -258,7 +291,6 @@ def test_a_matrix_belongs_to_the_group_that_names_it_closest(rng):
     assert bits("mlp.gate_proj") == ("int-quantized", 8)
 
 
-AUTO_ROUND = GPTQ | {"quant_method": "auto-round"}
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 
 
@@ -271,7 +303,8 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
         (GPTQ | {"dynamic": {"+:a": 8}}, "dynamic.*object.*got 8 for .:a"),
         (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic.*patterns of names"),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq:2"}, "packing_format.*auto_gptq:2"),
-        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type.*mx_fp"),
+        (AUTO_ROUND | {"data_type": "mx_int"}, "data_type .* must be 'int' or 'mx_fp' .* got 'mx_int'"),
+        (AUTO_ROUND | {"data_type": "nv_fp", "bits": 8}, "bits .* must be 4 for 'nv_fp', got 8"),
         (AUTO_ROUND | {"spinquant_config": {"r4": True}}, "spinquant_config.*absent"),
         (AUTO_ROUND | {"extra_config": {"a": {"bits": 2}}}, r"extra_config\.a\.bits.*4 or 8.*got 2"),
         (AUTO_ROUND | {"extra_config": {"a[": {"bits": 8}}}, "extra_config.*patterns of names"),

@@ -58,6 +58,10 @@ FORMATS = {
         AUTO_ROUND | {"extra_config": {r".*\.down_proj": {"bits": 8, "group_size": -1}, "lm_head": {"bits": 16}}},
         lambda rng, n, k: files.gptq(rng, n, k, *((-1, 8) if k == SIZES["intermediate_size"] else (32, 4))),
     ),
+    "auto-round of floats": (
+        AUTO_ROUND | {"data_type": "mx_fp", "extra_config": {r".*\.down_proj": {"bits": 8}, "lm_head": {"bits": 16}}},
+        lambda rng, n, k: (files.mxfp8 if k == SIZES["intermediate_size"] else files.mxfp4_packed)(rng, n, k),
+    ),
     "packed": (
         compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
         lambda rng, n, k: files.packed(rng, n, k, 32, symmetric=False),

@@ -8,6 +8,8 @@ from specjax.models.config_file import ConfigFile
 from specjax.models.quantization.linear_files import StoredLinear
 from specjax.models.quantized import Quantized
 
+CODES = ".qweight", ".weight_packed", ".weight"  # endings of the names of codes
+
 
 @dataclass(frozen=True)
 class ByName:
@@ -34,7 +36,7 @@ class ByName:
         return self._scheme(linear).read(linear)
 
     def _scheme(self, linear: StoredLinear) -> Any:
-        name = linear.stored_name(".qweight")
+        name = linear.stored_name(*CODES)
         return next((scheme for pattern, scheme in self.others if pattern.match(name)), self.usual)
 
 
