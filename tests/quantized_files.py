@@ -124,6 +124,25 @@ def nvfp4(rng, n, k, tool):
     return arrays, E2M1[q] * (wide / whole)
 
 
+def nvfp4_stack(rng, experts, n, k, inputs_first=True):
+    """Return a stack with the inputs of a matrix first, as ModelOpt writes it for Llama 4, or with the outputs."""
+    q, s = rng.integers(0, 16, (experts, n, k)), rng.uniform(1, 300, (experts, n, -(-k // 16))).astype(E4M3)
+    s[0, 0, 0] = 0
+    whole = np.float32(2.7e-4)
+    w = E2M1[q] * (np.repeat(s.astype(np.float32), 16, axis=2)[..., :k] * whole)
+    arrays = {"": pack_bytes(q), "_weight_scale": s}
+    if inputs_first:
+        arrays = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in arrays.items()}
+    return arrays | {"_weight_scale_2": whole}, w
+
+
+def fp8_stack_of_outputs(rng, experts, n, k, shape, ending="_weight_scale"):
+    """Return a stack of e4m3 with the inputs of a matrix first, with scales of this shape, of outputs or of all."""
+    w, s = e4m3(rng, (experts, n, k)), scales(rng, shape, np.float32)
+    wide = s if s.ndim == 0 else s.reshape(experts, -1, 1)
+    return {"": np.ascontiguousarray(w.swapaxes(1, 2)), ending: s}, w.astype(np.float32) * wide
+
+
 def packed(rng, n, k, group, *, bits=4, symmetric=True, order=False, dtype=ml_dtypes.bfloat16):
     """Return a matrix of compressed-tensors' pack-quantized; a group of None is one scale for an output."""
     groups = np.arange(k) // (group or k)

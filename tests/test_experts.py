@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from families import ALL, CONFIGS, make_tensor, shapes, write
 from jax.sharding import Mesh
-from quantized_files import bits4, fp8_stack, int8
+from quantized_files import bits4, fp8_stack, fp8_stack_of_outputs, int8, nvfp4_stack
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, whole_logits
 
@@ -446,8 +446,43 @@ def test_stacks_of_experts_in_fp8_with_inputs_first_are_refused(tmp_path):
     save_file(tensors, directory / "model.safetensors")
     fields = ALL["llama4"] | {"quantization_config": {"quant_method": "fp8"}}
     (directory / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"gate_up_proj must be floats or MXFP4, .* but for FP8 with the outputs"):
+    with pytest.raises(ValueError, match=r"gate_up_proj must be floats, because codes .* this order of its axes"):
         load(directory)
+
+
+OF_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "fabricate"),
+    [
+        ("llama4", OF_MODELOPT | {"quant_algo": "NVFP4"}, nvfp4_stack),
+        ("llama4", OF_MODELOPT, lambda rng, *sizes: fp8_stack_of_outputs(rng, *sizes, ())),
+        (
+            "llama4",
+            {"quant_method": "fbgemm_fp8"},
+            lambda rng, number, n, k: fp8_stack_of_outputs(rng, number, n, k, (number, 1, n), "_scale"),
+        ),
+        ("gpt_oss", OF_MODELOPT | {"quant_algo": "NVFP4"}, nvfp4_stack),
+    ],
+)
+def test_stacks_of_experts_with_inputs_first(tmp_path, case, fields, fabricate):
+    """As ModelOpt and FBGEMM write the experts of Llama 4, with scales of activations that nothing reads."""
+    directory, plain = (write(tmp_path / folder, case) for folder in ("codes", "floats"))
+    rng, floats = np.random.default_rng(0), dict(load_file(plain / "model.safetensors"))
+    tensors = dict(floats)
+    for name in [name for name in floats if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        number, k, n = floats[name].shape
+        arrays, w = fabricate(rng, number, n, k)
+        floats[name] = np.ascontiguousarray(w.swapaxes(1, 2))
+        tensors |= {f"{name}{ending}": np.array(x) for ending, x in arrays.items()}
+        tensors[f"{name}_input_scale"] = np.ones((), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(ALL[case] | {"quantization_config": fields}))
+    model, expected = load(directory), np.asarray(whole_logits(load(plain)))
+    assert isinstance(model.params["layers"][1]["experts_gate_up"], Quantized)
+    assert difference(whole_logits(model), expected) <= TOLERANCE
 
 
 def test_experts_of_gpt_oss_with_a_layer_for_each_matrix(tmp_path):

@@ -25,17 +25,17 @@ def scheme(**fields):
     return scheme_of(ConfigFile(Path("config.json"), fields, "quantization_config."))
 
 
-def read(config, arrays, shape, name="m"):
+def read(config, arrays, shape, name="m", inputs_first=False):
     named = {name + (key if key[:1] in ("", "_") else f".{key}"): value for key, value in arrays.items()}
-    linear, how = in_memory(name, shape, named, np.dtype(np.float32)), scheme(**config)
+    linear, how = in_memory(name, shape, named, np.dtype(np.float32), inputs_first), scheme(**config)
     assert how.is_quantized(linear)
     weight = how.read(linear)
     assert how.shape(replace(linear, shape=())) == shape  # from the headers alone
     return weight
 
 
-def check(config, arrays, expected, **attributes):
-    weight = read(config, arrays, expected.shape)
+def check(config, arrays, expected, inputs_first=False, **attributes):
+    weight = read(config, arrays, expected.shape, inputs_first=inputs_first)
     found = np.asarray(dequantize(weight, jnp.float32))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
@@ -144,6 +144,33 @@ def test_modelopt(rng, is_nested):
         check(named(algorithm), arrays, w, code="e2m1", group=(1, 16))
     with pytest.raises(ValueError, match="pre_quant_scale"):
         read(named("NVFP4"), arrays | {"pre_quant_scale": np.ones(50, np.float32)}, (12, 50))
+
+
+@pytest.mark.parametrize("inputs_first", [True, False])
+def test_stacks_of_modelopt_in_nvfp4(rng, inputs_first):
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    arrays, w = files.nvfp4_stack(rng, 3, 12, 50, inputs_first)
+    check(config, arrays | {"_input_scale": np.float32(1)}, w, inputs_first, code="e2m1", group=(1, 16))
+    with pytest.raises(ValueError, match="m_pre_quant_scale must be absent"):
+        read(config, arrays | {"_pre_quant_scale": np.ones(50, np.float32)}, w.shape, inputs_first=inputs_first)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 1, 1), (3, 12), (3, 1, 12), (3, 12, 1)])
+def test_stacks_in_fp8_with_inputs_first(rng, shape):
+    """ModelOpt has one scale or more for a stack, and FBGEMM has one for each output."""
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    arrays, w = files.fp8_stack_of_outputs(rng, 3, 12, 20, shape)
+    check(config, arrays, w, inputs_first=True, code="e4m3")
+    with pytest.raises(ValueError, match=r"m_weight_scale must have shape \(3, 12, 1\) .* got \(2,\)"):
+        read(config, arrays | {"_weight_scale": np.ones(2, np.float32)}, w.shape, inputs_first=True)
+    arrays, w = files.fp8_stack_of_outputs(rng, 3, 12, 20, shape, "_scale")
+    check({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, arrays, w, inputs_first=True)
+
+
+def test_fbgemm_fp8(rng):
+    arrays, w = files.fp8(rng, 12, 20, name="weight_scale", shape=(12, 1))
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    check(config, arrays, w, code="e4m3")
 
 
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)

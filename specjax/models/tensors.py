@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.files import StoredArray, model_files, opened
-from specjax.models.quantization import Scheme, StoredLinear, name_of_matrix
-from specjax.models.quantization.fp8 import FP8
-from specjax.models.quantization.mxfp4 import MXFP4
+from specjax.models.quantization import Scheme, StoredLinear, name_of_matrix, reads_stack
 from specjax.models.quantized import Quantized, concatenate, dequantize, format_of, quantize, stack
 from specjax.parallel import put
 from specjax.types import Array
@@ -36,8 +34,12 @@ ENDINGS = (
     "",  # a stack of floats
     "_activation_scale",
     "_blocks",
+    "_input_scale",
+    "_scale",
     "_scale_inv",
     "_scales",
+    "_weight_scale",
+    "_weight_scale_2",
     ".activation_scale",
     ".g_idx",
     ".input_global_scale",
@@ -312,13 +314,12 @@ class Tensors:
 
         The name is the tensor's own, which has no ending in most families.
         """
-        linear = self._linear(name, shape)
-        if self._is_quantized(linear):
-            has_outputs_first = isinstance(self._scheme, FP8) and not transposed and not name.endswith(".weight")
-            if not (isinstance(self._scheme, MXFP4) or has_outputs_first):
+        linear = replace(self._linear(name, shape), inputs_first=transposed)
+        if self._scheme is not None and self._is_quantized(linear):
+            if not reads_stack(self._scheme, linear):
                 raise ValueError(
-                    f"tensor {name} must be floats or MXFP4, because other codes of a stack of experts are not read, "
-                    "but for FP8 with the outputs of a matrix first"
+                    f"tensor {name} must be floats, because codes of a stack of experts in this format and this order "
+                    "of its axes are not read"
                 )
             return self._placed(lambda: self._kept(linear), [linear], 3)
         number, outputs, inputs = shape

@@ -23,7 +23,7 @@ from specjax.models.quantization import (
 from specjax.models.quantization.linear_files import StoredLinear
 from specjax.models.quantized import Quantized
 
-__all__ = ["Scheme", "StoredLinear", "name_of_matrix", "scheme_of"]
+__all__ = ["Scheme", "StoredLinear", "name_of_matrix", "reads_stack", "scheme_of"]
 
 CODES = (".weight_packed", ".qweight")  # endings of the names of codes that do not have the name of floats
 
@@ -65,6 +65,15 @@ def name_of_matrix(name: str) -> str:
     """Return the name that a tensor of codes would have if it held floats; other names come back as they are."""
     ending = next((ending for ending in CODES if name.endswith(ending)), None)
     return name if ending is None else f"{name.removesuffix(ending)}.weight"
+
+
+def reads_stack(scheme: Scheme, linear: StoredLinear) -> bool:
+    """Return whether a format reads a stack of matrices that the files have as one tensor, in codes."""
+    if linear.has(".weight"):
+        return False
+    if isinstance(scheme, fp8.FP8):
+        return not linear.inputs_first or linear.has("_scale")
+    return isinstance(scheme, mxfp4.MXFP4 | modelopt.ModelOpt)
 
 
 def scheme_of(config: ConfigFile) -> Scheme:

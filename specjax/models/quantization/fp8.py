@@ -1,6 +1,7 @@
 """FP8: `weight` of e4m3 with `weight_scale_inv` for blocks, or with `weight_scale` for the whole or each output.
 
-A stack of experts has its own name, and its scales have the ending `_scale_inv`.
+A stack of experts has its own name, and its scales have the ending `_scale_inv`. FBGEMM, with which Llama 3.1 405B was
+rounded, has scales of outputs, in a stack with the ending `_scale`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ MX_BLOCK = 32  # codes of MXFP8 that share an exponent
 
 def matches(config: ConfigFile) -> bool:
     """Return whether the table quantization_config names this format."""
-    return config.fields.get("quant_method") == "fp8"
+    return config.fields.get("quant_method") in ("fp8", "fbgemm_fp8")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,13 @@ def read_e4m3(linear: StoredLinear, ending: str, block: tuple[int, int] | None) 
 
 
 def _read_stack(linear: StoredLinear, block: tuple[int, int] | None) -> Quantized:
-    """Read a stack [E, N, K] of e4m3, with scales of blocks, or one of each matrix, or one of each half of a matrix."""
+    """Read a stack [E, N, K] of e4m3, with scales of blocks, or one of each matrix, or one of each half of a matrix.
+
+    FBGEMM has one of each output.
+    """
+    if linear.has("_scale"):
+        codes = linear.of_stack("", linear.shape, "float8_e4m3fn")
+        return pack(codes, linear.scales_of_stack("_scale"), bits=8, code="e4m3", dtype=linear.dtype)
     codes = linear.array("", linear.shape, "float8_e4m3fn")
     if block is not None:
         scale = _scale_of_blocks(linear, "_scale_inv", block)

@@ -43,12 +43,14 @@ class StoredLinear:
             for `Scheme.shape`.
         find: gives the array of a name, None where the files have none.
         dtype: of the floats for which the matrix stands.
+        inputs_first: whether the files have the inputs of the matrices of a stack before the outputs.
     """
 
     name: str
     shape: tuple[int, ...]
     find: Callable[[str], Entry | None]
     dtype: np.dtype
+    inputs_first: bool = False
 
     def has(self, ending: str, *dtypes: str) -> bool:
         """Return whether the files have the array with this ending of its name, of one of some dtypes if any are given.
@@ -92,6 +94,30 @@ class StoredLinear:
             raise ValueError(f"{entry.place} must be of dtype {' or '.join(dtypes)}, got {entry.dtype}")
         return entry.read()
 
+    def of_stack(self, ending: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
+        """Read an array [E, N, K] of a stack, which the files may have as [E, K, N].
+
+        Raises:
+            ValueError: as `array` does.
+        """
+        if not self.inputs_first:
+            return self.array(ending, shape, *dtypes)
+        number, outputs, inputs = shape
+        return np.ascontiguousarray(self.array(ending, (number, inputs, outputs), *dtypes).swapaxes(1, 2))
+
+    def scales_of_stack(self, ending: str) -> np.ndarray:
+        """Read scales [E, N, 1] of a stack [E, N, K] as floats; the file may have one number, or one of each matrix.
+
+        Raises:
+            ValueError: the array is missing, or has another shape or dtype.
+        """
+        number, outputs, _ = self.shape
+        stored, whole = self.entry(ending).shape, (number, outputs, 1)
+        each = {(): (1, 1, 1), (1,): (1, 1, 1), (number,): (number, 1, 1), (number, outputs): whole}
+        each |= {(number, 1, 1): (number, 1, 1), (number, 1, outputs): whole, whole: whole}
+        scale = self.array(ending, stored if stored in each else whole, *FLOATS)
+        return np.broadcast_to(scale.reshape(each[stored]), whole).copy()
+
     def scale(self, ending: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
         """Read scales of this shape; where the file has a single number, it is the scale of all.
 
@@ -133,18 +159,21 @@ class ArrayEntry:
         return self.array
 
 
-def in_memory(name: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray], dtype: np.dtype) -> StoredLinear:
+def in_memory(
+    name: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray], dtype: np.dtype, inputs_first: bool = False
+) -> StoredLinear:
     """Return a matrix whose arrays are given by their names."""
 
     def find(full: str) -> ArrayEntry | None:
         return ArrayEntry(arrays[full], full) if full in arrays else None
 
-    return StoredLinear(name, shape, find, dtype)
+    return StoredLinear(name, shape, find, dtype, inputs_first)
 
 
 def shape_in(linear: StoredLinear, ending: str = ".weight", codes: int = 1) -> tuple[int, ...]:
-    """Return the shape of a matrix whose codes lie in an array, `codes` in each of its elements along the last axis."""
-    *outer, size = linear.entry(ending).shape
+    """Return the shape of a matrix whose codes lie in an array, `codes` in each of its elements along the inputs."""
+    stored = linear.entry(ending).shape
+    *outer, size = (*stored[:-2], stored[-1], stored[-2]) if linear.inputs_first else stored
     return *outer, size * codes
 
 

@@ -23,11 +23,26 @@ def read_nvfp4(linear: StoredLinear, codes_ending: str, scale_of_matrix: np.floa
     outputs, inputs = linear.shape
     codes = unpack_bytes(linear.array(codes_ending, (outputs, -(-inputs // 2)), "uint8"))[:, :inputs]
     scale = linear.array(".weight_scale", (outputs, -(-inputs // BLOCK)), "float8_e4m3fn").astype(np.float32)
-    is_zero = np.repeat(scale == 0, BLOCK, axis=1)[:, :inputs]  # of groups too small for a scale of e4m3
+    return of_codes(codes, scale / scale_of_matrix if divides else scale * scale_of_matrix, linear.dtype)
+
+
+def read_stack(linear: StoredLinear) -> Quantized:
+    """Read a stack [E, N, K] of matrices W = code * `_weight_scale` of its group * `_weight_scale_2`.
+
+    Raises:
+        ValueError: an array is missing, or has a wrong shape, dtype or value.
+    """
+    number, outputs, inputs = linear.shape
+    codes = unpack_bytes(linear.of_stack("", (number, outputs, -(-inputs // 2)), "uint8"))[..., :inputs]
+    scale = linear.of_stack("_weight_scale", (number, outputs, -(-inputs // BLOCK)), "float8_e4m3fn")
+    return of_codes(codes, scale.astype(np.float32) * linear.scales_of_stack("_weight_scale_2"), linear.dtype)
+
+
+def of_codes(codes: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> Quantized:
+    """Return matrices of codes [..., N, K] with scales [..., N, K / 16], of which some may be zero."""
+    is_zero = np.repeat(scale == 0, BLOCK, axis=-1)[..., : codes.shape[-1]]  # of groups too small for a scale of e4m3
     codes = np.where(is_zero, codes & np.uint8(8), codes)  # the sign of the zero stays
-    whole = scale / scale_of_matrix if divides else scale * scale_of_matrix
-    whole = np.where(scale == 0, np.float32(1), whole)
-    return pack(codes, whole, bits=4, code="e2m1", group=BLOCK, dtype=linear.dtype)
+    return pack(codes, np.where(scale == 0, np.float32(1), scale), bits=4, code="e2m1", group=BLOCK, dtype=dtype)
 
 
 def scalar(linear: StoredLinear, ending: str) -> np.float32:
