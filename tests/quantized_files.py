@@ -171,10 +171,10 @@ def int8(rng, n, k, group=None, symmetric=True, bits=8):
     return arrays, (q.astype(np.float32) - of_group(z, groups)) * of_group(s, groups)
 
 
-def mxfp4_packed(rng, n, k):
+def mxfp4_packed(rng, n, k, name="weight_packed"):
     q, s = rng.integers(0, 16, (n, k)), rng.integers(100, 140, (n, -(-k // 32))).astype(np.uint8)
     wide = np.repeat(np.ldexp(np.float32(1), s.astype(int) - 127), 32, axis=1)[:, :k]
-    return {"weight_packed": pack_bytes(q), "weight_scale": s}, (E2M1[q] * wide).astype(np.float32)
+    return {name: pack_bytes(q), "weight_scale": s}, (E2M1[q] * wide).astype(np.float32)
 
 
 def mxfp8(rng, n, k):

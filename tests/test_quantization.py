@@ -173,6 +173,35 @@ def test_fbgemm_fp8(rng):
     check(config, arrays, w, code="e4m3")
 
 
+def quark(**weight):
+    usual = {"weight": weight, "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": False}}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": usual,
+        "layer_quant_config": {"*k_proj": usual | {"output_tensors": {"dtype": "fp8_e4m3"}}},
+        "layer_type_quant_config": {},
+        "algo_config": None,
+        "exclude": ["lm_head"],
+        "export": {"weight_format": "real_quantized", "pack_method": "reorder", "kv_cache_group": ["*k_proj"]},
+    }
+
+
+PER_MATRIX = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "ch_axis": None}
+OF_MX = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+
+
+@pytest.mark.parametrize("shape", [(), (12,), (12, 1)])
+def test_quark_in_fp8(rng, shape):
+    arrays, w = files.fp8(rng, 12, 20, name="weight_scale", shape=shape)
+    fields = quark(**PER_MATRIX | ({"qscheme": "per_channel", "ch_axis": 0} if shape else {}))
+    check(fields, arrays | {"input_scale": np.float32(1), "output_scale": np.float32(1)}, w, code="e4m3")
+
+
+def test_quark_in_mxfp4(rng):
+    arrays, w = files.mxfp4_packed(rng, 12, 64, "weight")
+    check(quark(**OF_MX), arrays, w, code="e2m1", group=(1, 32))
+
+
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
 
 
@@ -330,6 +359,12 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
         (GPTQ | {"dynamic": {"+:a": 8}}, "dynamic.*object.*got 8 for .:a"),
         (GPTQ | {"dynamic": {"-:(": {}}}, "dynamic.*patterns of names"),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq:2"}, "packing_format.*auto_gptq:2"),
+        (quark(dtype="int4", qscheme="per_group"), "global_quant_config.weight.dtype .* 'fp8_e4m3' or 'fp4', .*int4"),
+        (quark(**OF_MX | {"group_size": 16}), "global_quant_config.weight.group_size .* must be 32, .* got 16"),
+        (quark(**PER_MATRIX | {"qscheme": "per_group"}), "weight.qscheme .* must be 'per_tensor' or 'per_channel'"),
+        (quark(**PER_MATRIX | {"is_dynamic": True}), "weight.is_dynamic .* must be False"),
+        (quark(**OF_MX) | {"layer_quant_config": {"*up": {"weight": [OF_MX, OF_MX]}}}, "layer_quant_config.*weight"),
+        (quark(**OF_MX) | {"algo_config": [{"name": "rotation"}]}, "algo_config .* must be absent"),
         (AUTO_ROUND | {"data_type": "mx_int"}, "data_type .* must be 'int' or 'mx_fp' .* got 'mx_int'"),
         (AUTO_ROUND | {"data_type": "nv_fp", "bits": 8}, "bits .* must be 4 for 'nv_fp', got 8"),
         (AUTO_ROUND | {"spinquant_config": {"r4": True}}, "spinquant_config.*absent"),

@@ -80,6 +80,10 @@ FORMATS = {
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
         lambda rng, *shape: of_modelopt(rng, *shape, in_fp8=max(shape) == SIZES["hidden_size"]),
     ),
+    "quark": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+        lambda rng, n, k: files.fp8(rng, n, k, name="weight_scale"),
+    ),
     "nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         lambda rng, n, k: files.bits4(rng, n, k, NF4, True),

@@ -19,6 +19,7 @@ from specjax.models.quantization import (
     gptq,
     modelopt,
     mxfp4,
+    quark,
 )
 from specjax.models.quantization.linear_files import StoredLinear
 from specjax.models.quantized import Quantized
@@ -58,6 +59,7 @@ FORMATS: tuple[tuple[ModuleType, Any], ...] = (
     (auto_round, auto_round.AutoRound),
     (modelopt, modelopt.ModelOpt),
     (bitsandbytes, bitsandbytes.BitsAndBytes),
+    (quark, quark.Quark),
 )
 
 

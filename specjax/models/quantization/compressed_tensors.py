@@ -17,14 +17,13 @@ from specjax.models.quantization.linear_files import (
     shape_in,
     signed,
     unpack,
-    unpack_bytes,
 )
+from specjax.models.quantization.mxfp4 import read_mxfp4
 from specjax.models.quantization.nvfp4 import read_nvfp4, scalar
 from specjax.models.quantized import Quantized, pack
 
 MODULE = "Linear"  # class of every module that holds a matrix
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
-MXFP4_BLOCK = 32
 CODES = ".weight", ".weight_packed"  # endings of the names of codes
 STATUSES = "compressed", "frozen"  # early tools write the second for codes, too
 
@@ -273,11 +272,7 @@ def _read_nvfp4(group: Group, linear: StoredLinear) -> Quantized:
 
 def _read_mxfp4(group: Group, linear: StoredLinear) -> Quantized:
     """Read `weight_packed` [N, K / 2] bytes with exponents."""
-    outputs, inputs = linear.shape
-    codes = unpack_bytes(linear.array(".weight_packed", (outputs, -(-inputs // 2)), "uint8"))[:, :inputs]
-    shape = outputs, num_groups(inputs, MXFP4_BLOCK)
-    scale = linear.array(".weight_scale", shape, "uint8", "float8_e8m0fnu").view(np.uint8)
-    return pack(codes, scale, bits=4, code="e2m1", group=MXFP4_BLOCK, dtype=linear.dtype)
+    return read_mxfp4(linear, ".weight_packed")
 
 
 READERS: dict[str, Callable[[Group, StoredLinear], Quantized]] = {  # by the name of the format
