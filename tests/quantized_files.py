@@ -213,3 +213,14 @@ def llm_int8(rng, n, k):
     q, largest = rng.integers(-127, 128, (n, k)).astype(np.int8), rng.uniform(0.1, 2, n).astype(np.float32)
     arrays = {"weight": q, "SCB": largest, "weight_format": np.array(0, np.uint8)}
     return arrays, q.astype(np.float32) * (largest / np.float32(127))[:, None]
+
+
+def torchao(rng, n, k, shape, is_int=False, has_zeros=False):
+    """Return a matrix of e4m3 or int8 with scales of this shape, each of as many outputs and inputs."""
+    s = scales(rng, shape, np.float32)
+    grid = s.reshape(*(1, 1) if s.ndim == 0 else (len(s), -1))
+    at = np.arange(n)[:, None] * grid.shape[0] // n, np.arange(k)[None] * grid.shape[1] // k
+    q = rng.integers(-128, 128, (n, k)).astype(np.int8) if is_int else e4m3(rng, (n, k))
+    z = rng.integers(-9, 9, grid.shape).astype(np.int8) if has_zeros else np.zeros(grid.shape, np.int8)
+    arrays = {"_weight_qdata": q, "_weight_scale": s} | ({"_weight_zero_point": z.reshape(shape)} if has_zeros else {})
+    return arrays, (q.astype(np.float32) - z[at].astype(np.float32)) * grid[at]

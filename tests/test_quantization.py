@@ -26,7 +26,7 @@ def scheme(**fields):
 
 
 def read(config, arrays, shape, name="m", inputs_first=False):
-    named = {name + (key if key[:1] in ("", "_") else f".{key}"): value for key, value in arrays.items()}
+    named = {name + (key if key[:1] in ("", "_", ".") else f".{key}"): value for key, value in arrays.items()}
     linear, how = in_memory(name, shape, named, np.dtype(np.float32), inputs_first), scheme(**config)
     assert how.is_quantized(linear)
     weight = how.read(linear)
@@ -173,6 +173,11 @@ def test_fbgemm_fp8(rng):
     check(config, arrays, w, code="e4m3")
 
 
+def named_by_lines(arrays):
+    """Arrays whose names begin with a line and stand after a point, unlike arrays of a stack."""
+    return {f".{name}": x for name, x in arrays.items()}
+
+
 def quark(**weight):
     usual = {"weight": weight, "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": False}}
     return {
@@ -200,6 +205,39 @@ def test_quark_in_fp8(rng, shape):
 def test_quark_in_mxfp4(rng):
     arrays, w = files.mxfp4_packed(rng, 12, 64, "weight")
     check(quark(**OF_MX), arrays, w, code="e2m1", group=(1, 32))
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_data": {}}}}
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (12,), (12, 1), (3, 2)])
+def test_torchao_in_fp8(rng, shape):
+    """With a scale of the matrix, of each output, or of a block."""
+    arrays, w = files.torchao(rng, 12, 40, shape)
+    check(TORCHAO, named_by_lines(arrays), w, code="e4m3")
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 4)])
+def test_torchao_in_int8(rng, shape, has_zeros):
+    arrays, w = files.torchao(rng, 12, 128, shape, is_int=True, has_zeros=has_zeros)
+    check(TORCHAO, named_by_lines(arrays), w, code="int", bits=8)
+
+
+def test_torchao_that_is_refused(rng):
+    arrays, _ = files.torchao(rng, 12, 128, (12, 4), is_int=True, has_zeros=True)
+    for name, value, message in (
+        (
+            "scale",
+            np.ones((12, 5), np.float32),
+            "m._weight_scale must have a scale for each .* got \\(12, 5\\)",
+        ),
+        ("qdata", np.ones((12, 64), np.int8), "m._weight_qdata must have shape \\(12, 128\\)"),
+        ("qdata", np.ones((12, 128), np.uint8), "m._weight_qdata must be of dtype float8_e4m3fn or int8"),
+        ("zero_point", np.ones(12, np.int8), "m._weight_zero_point must have as many numbers .* 48, got 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(TORCHAO, named_by_lines(arrays | {f"_weight_{name}": value}), (12, 128))
 
 
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)

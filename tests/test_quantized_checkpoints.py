@@ -84,6 +84,7 @@ FORMATS = {
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
         lambda rng, n, k: files.fp8(rng, n, k, name="weight_scale"),
     ),
+    "torchao": ({"quant_method": "torchao"}, lambda rng, n, k: files.torchao(rng, n, k, (n, 2), True, True)),
     "nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         lambda rng, n, k: files.bits4(rng, n, k, NF4, True),

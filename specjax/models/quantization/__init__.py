@@ -20,13 +20,18 @@ from specjax.models.quantization import (
     modelopt,
     mxfp4,
     quark,
+    torchao,
 )
 from specjax.models.quantization.linear_files import StoredLinear
 from specjax.models.quantized import Quantized
 
 __all__ = ["Scheme", "StoredLinear", "name_of_matrix", "reads_stack", "scheme_of"]
 
-CODES = (".weight_packed", ".qweight")  # endings of the names of codes that do not have the name of floats
+CODES = (
+    ".weight_packed",
+    ".qweight",
+    torchao.CODES,
+)  # endings of the names of codes that do not have the name of floats
 
 
 class Scheme(Protocol):
@@ -60,6 +65,7 @@ FORMATS: tuple[tuple[ModuleType, Any], ...] = (
     (modelopt, modelopt.ModelOpt),
     (bitsandbytes, bitsandbytes.BitsAndBytes),
     (quark, quark.Quark),
+    (torchao, torchao.TorchAO),
 )
 
 
