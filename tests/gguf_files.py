@@ -5,10 +5,16 @@ import struct
 import numpy as np
 
 KINDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-KINDS |= {"BF16": 30}
+KINDS |= {"BF16": 30, "Q2_K": 10, "Q3_K": 11, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20}
+KINDS |= {"IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29}
 BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34)}
 BLOCKS |= {"Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # places of float16
+BLOCKS |= {"Q2_K": (256, 84), "Q3_K": (256, 110), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98)}
+BLOCKS |= {"IQ1_S": (256, 50), "IQ4_NL": (32, 18), "IQ3_S": (256, 110), "IQ2_S": (256, 82), "IQ4_XS": (256, 136)}
+BLOCKS |= {"IQ1_M": (256, 56)}
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,), "IQ1_M": ()}  # places of float16; IQ1_M has the bits of one apart
+IQ4_NL = np.float32([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 
 
 def text(value):
@@ -60,7 +66,7 @@ def random_blocks(rng, kind, n, k):
 
 
 def value_of(rows, kind):
-    """Return the numbers of Q4_0, Q4_1, Q8_0 and Q4_K, block by block and code by code."""
+    """Return the numbers of Q4_0, Q4_1, Q8_0, Q4_K and IQ4_NL, block by block and code by code."""
     num_bytes, out = BLOCKS[kind][1], []
     for row in rows:
         for block in row.reshape(-1, num_bytes):
@@ -70,6 +76,8 @@ def value_of(rows, kind):
                 out += [d * np.float32(q) for q in block[2:].view(np.int8)]
             elif kind == "Q4_K":
                 out += of_superblock(block, d, second)
+            elif kind == "IQ4_NL":
+                out += [d * IQ4_NL[q] for q in (*(block[2:] & 15), *(block[2:] >> 4))]
             else:
                 codes = block[2 if kind == "Q4_0" else 4 :]
                 for q in [*(codes & 15), *(codes >> 4)]:

@@ -14,6 +14,7 @@ from test_quantized_checkpoints import logits, quantized_leaves
 import specjax
 from specjax import SamplingParams, models
 from specjax.models.gguf.blocks import floats_of, matrix_of
+from specjax.models.gguf.header import KINDS
 from specjax.models.quantized import Quantized, dequantize
 
 NAMES = {
@@ -59,6 +60,13 @@ def test_blocks_against_the_package(rng, kind):
     gguf = pytest.importorskip("gguf")
     rows = files.random_blocks(rng, kind, 3, 512)
     np.testing.assert_array_equal(floats_of(rows, kind), gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))
+
+
+def test_sizes_of_types():
+    gguf = pytest.importorskip("gguf")
+    known = {kind.name: (kind.value, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    for number, kind in KINDS.items():
+        assert (number, kind.block, kind.size) == known[kind.name]
 
 
 def test_types_without_the_package(rng, monkeypatch):
@@ -129,6 +137,7 @@ Q4_K = {"ffn_down": "Q4_K"}
         ("llama", dict.fromkeys(NAMES, "Q4_1") | {"token_embd": "Q8_0"}, 9),
         ("llama", dict.fromkeys(NAMES, "Q4_0") | Q4_K, 8),
         ("llama", dict.fromkeys(NAMES, "Q8_0") | {"attn_v": "Q4_0", "ffn_up": "F16"}, 4),
+        ("llama", dict.fromkeys(NAMES, "Q4_0") | {"ffn_down": "IQ4_NL"}, 6),
         ("qwen2", dict.fromkeys(NAMES, "Q8_0"), 8),
         ("qwen3", dict.fromkeys(NAMES, "Q4_0"), 8),
         ("gemma2", dict.fromkeys(NAMES, "Q8_0") | {"token_embd": "Q8_0"}, 9),
