@@ -335,7 +335,7 @@ CASES = {
 }
 
 
-FAST = "qwen3moe", "qwen3 with yarn", "gemma4"  # of these
+FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna"  # of these
 
 
 def name_in(names, name):
