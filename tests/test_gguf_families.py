@@ -416,7 +416,7 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
             of_keys = names.get_name(name.replace("kv_b", "k_b"), try_suffixes=(".weight",))
             writer.add_tensor(of_keys, np.ascontiguousarray(keys.swapaxes(1, 2)))
             name = name.replace("kv_b", "v_b")
-        values = np.ascontiguousarray(values)
+        values = np.ascontiguousarray(values[0] if part == "shared_expert_gate" else values)
         writer.add_tensor(name_in(names, name), values if kind is None else gguf.quantize(values, kind), raw_dtype=kind)
     for name, values in dict(of_config).items():
         writer.add_tensor(name, values)
@@ -491,6 +491,21 @@ def test_llama4_scout_and_maverick(number, factor, tmp_path):
     found = load(path).apply.config
     assert found.rope.scaling == (None if factor is None else Llama3Scaling(factor, 1.0, 1.0, 8192))
     assert all(layer.mixer.has_unit_norms == (number != 128) for layer in found.each_layer)
+
+
+def test_queries_keys_and_values_of_glm_in_one_tensor(tmp_path):
+    """As files have them that were converted before transformers had the family."""
+    config, fields = ALL["glm"], {"add_rope_dimension_count": 4}
+    tensors = {name: tensor_of(name, shape) for name, shape in shapes("glm").items()}
+    whole, joined = load(write_floats(tmp_path / "floats", config, tensors)), {}
+    for name, values in tensors.items():
+        if ".q_proj." in name:
+            parts = [values, *(tensors[name.replace("q_proj", f"{kind}_proj")] for kind in "kv")]
+            joined[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            joined[name] = values
+    model = load(write_gguf(tmp_path / "model.gguf", "chatglm", config, joined, fields))
+    assert difference(whole_logits(model), np.asarray(whole_logits(whole))) <= TOLERANCE
 
 
 def mlp_first(name):
