@@ -3,15 +3,16 @@
 import struct
 
 import numpy as np
+from quantized_files import E2M1, E4M3
 
 KINDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 KINDS |= {"BF16": 30, "Q2_K": 10, "Q3_K": 11, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20}
-KINDS |= {"IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29}
+KINDS |= {"IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "NVFP4": 40}
 BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34)}
 BLOCKS |= {"Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
 BLOCKS |= {"Q2_K": (256, 84), "Q3_K": (256, 110), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98)}
 BLOCKS |= {"IQ1_S": (256, 50), "IQ4_NL": (32, 18), "IQ3_S": (256, 110), "IQ2_S": (256, 82), "IQ4_XS": (256, 136)}
-BLOCKS |= {"IQ1_M": (256, 56)}
+BLOCKS |= {"IQ1_M": (256, 56), "NVFP4": (64, 36)}
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,), "IQ1_M": ()}  # places of float16; IQ1_M has the bits of one apart
 IQ4_NL = np.float32([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -58,6 +59,10 @@ def random_blocks(rng, kind, n, k):
     """Return the bytes [N, B] of random codes with scales that are small numbers; one block has a scale of 0."""
     size, num_bytes = BLOCKS[kind]
     blocks = rng.integers(0, 256, (n, k // size, num_bytes)).astype(np.uint8)
+    if kind == "NVFP4":
+        blocks[..., :4] = rng.uniform(0.01, 0.5, (*blocks.shape[:2], 4)).astype(E4M3).view(np.uint8)
+        blocks[0, 0, 0] = 0
+        return blocks.reshape(n, -1)
     for place in HALVES.get(kind, (0,)):
         numbers = rng.uniform(0.0005, 0.005, (n, k // size)).astype(np.float16)
         numbers[0, 0] = 0 if place == 0 else numbers[0, 0]
@@ -66,10 +71,15 @@ def random_blocks(rng, kind, n, k):
 
 
 def value_of(rows, kind):
-    """Return the numbers of Q4_0, Q4_1, Q8_0, Q4_K and IQ4_NL, block by block and code by code."""
+    """Return the numbers of Q4_0, Q4_1, Q8_0, Q4_K, IQ4_NL and NVFP4, block by block and code by code."""
     num_bytes, out = BLOCKS[kind][1], []
     for row in rows:
         for block in row.reshape(-1, num_bytes):
+            if kind == "NVFP4":
+                for i, scale in enumerate(block[:4].view(E4M3).astype(np.float32)):
+                    eight = block[4 + 8 * i : 12 + 8 * i]
+                    out += [E2M1[q] * scale for q in (*(eight & 15), *(eight >> 4))]
+                continue
             d = block[:2].view(np.float16).astype(np.float32)[0]
             second = block[2:4].view(np.float16).astype(np.float32)[0]
             if kind == "Q8_0":

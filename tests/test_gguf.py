@@ -45,13 +45,13 @@ def rng():
     return np.random.default_rng(0)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "NVFP4"])
 def test_blocks_that_stay_codes(rng, kind):
     rows = files.random_blocks(rng, kind, 3, 512)
     weight, expected = matrix_of(rows, kind, np.dtype(np.float32)), files.value_of(rows, kind)
     found = np.asarray(dequantize(weight))
     np.testing.assert_array_equal(found, expected)
-    assert weight.bits == (8 if kind == "Q8_0" else 4) and weight.group == (1, 32)
+    assert weight.bits == (8 if kind == "Q8_0" else 4) and weight.group == (1, 16 if kind == "NVFP4" else 32)
     np.testing.assert_array_equal(floats_of(rows, kind), expected)
 
 
@@ -138,6 +138,7 @@ Q4_K = {"ffn_down": "Q4_K"}
         ("llama", dict.fromkeys(NAMES, "Q4_0") | Q4_K, 8),
         ("llama", dict.fromkeys(NAMES, "Q8_0") | {"attn_v": "Q4_0", "ffn_up": "F16"}, 4),
         ("llama", dict.fromkeys(NAMES, "Q4_0") | {"ffn_down": "IQ4_NL"}, 6),
+        ("llama", dict.fromkeys(NAMES, "NVFP4"), 8),
         ("qwen2", dict.fromkeys(NAMES, "Q8_0"), 8),
         ("qwen3", dict.fromkeys(NAMES, "Q4_0"), 8),
         ("gemma2", dict.fromkeys(NAMES, "Q8_0") | {"token_embd": "Q8_0"}, 9),
@@ -149,6 +150,45 @@ def test_a_file_computes_what_its_floats_do(tmp_path, rng, architecture, kinds, 
     model, expected = models.load(path), logits(models.load(floats))
     assert len(quantized_leaves(model)) == num_codes
     np.testing.assert_allclose(logits(model), expected, atol=3e-5 * np.abs(expected).max())
+
+
+def test_scales_of_matrices_in_nvfp4(tmp_path, rng):
+    """A matrix may have a factor on all its scales, and one of its inputs, which nothing reads."""
+    tensors, stored = make(rng, "llama", {"ffn_up": "NVFP4", "attn_q": "NVFP4"})
+    fields = files.architecture() | files.byte_level()
+    whole = models.load(files.write(tmp_path / "whole.gguf", fields, tensors)).params["layers"][1]
+    for name, factor in (("ffn_up", 2.5), ("attn_q", 0.5)):
+        tensors[f"blk.1.{name}.scale"] = files.floats(np.float32([factor]))
+        tensors[f"blk.1.{name}.input_scale"] = files.floats(np.float32([3]))
+    scaled = models.load(files.write(tmp_path / "scaled.gguf", fields, tensors)).params["layers"][1]
+    outputs = stored["model.layers.1.mlp.up_proj.weight"].shape[0]
+    np.testing.assert_array_equal(scaled["gate_up"][:, -outputs:], 2.5 * whole["gate_up"][:, -outputs:])
+    np.testing.assert_array_equal(scaled["gate_up"][:, :-outputs], whole["gate_up"][:, :-outputs])
+    np.testing.assert_array_equal(scaled["qkv"][:, :64], 0.5 * whole["qkv"][:, :64])
+    tensors["blk.1.ffn_up.scale"] = files.floats(np.ones(2, np.float32))
+    with pytest.raises(ValueError, match=r"blk.1.ffn_up.scale in .* must be floats of shape \(1,\), got F32"):
+        models.load(files.write(tmp_path / "wrong.gguf", fields, tensors))
+
+
+def test_scales_of_experts_in_nvfp4(tmp_path, rng):
+    """Each expert has one."""
+    tensors, _ = make(rng, "llama", {})
+    tensors = {name: x for name, x in tensors.items() if ".ffn_" not in name or "norm" in name}
+    fields = {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 256}
+    expected = {}
+    for i in range(2):
+        tensors[f"blk.{i}.ffn_gate_inp.weight"] = files.floats(rng.normal(0, 1, (2, 64)).astype(np.float32))
+        for name, shape in (("gate", (2, 256, 64)), ("up", (2, 256, 64)), ("down", (2, 64, 256))):
+            rows = files.random_blocks(rng, "NVFP4", shape[0] * shape[1], shape[2])
+            tensors[f"blk.{i}.ffn_{name}_exps.weight"] = "NVFP4", shape, rows.tobytes()
+            tensors[f"blk.{i}.ffn_{name}_exps.scale"] = files.floats(np.float32([0.5, 4]))
+            expected[i, name] = files.value_of(rows, "NVFP4").reshape(shape) * np.float32([0.5, 4])[:, None, None]
+    fields = files.architecture("llama", **fields) | files.byte_level()
+    layers = models.load(files.write(tmp_path / "model.gguf", fields, tensors)).params["layers"]
+    for i, layer in layers.items():
+        gate_up = np.concatenate([expected[i, "gate"], expected[i, "up"]], axis=1)
+        np.testing.assert_array_equal(dequantize(layer["experts_gate_up"]), gate_up)
+        np.testing.assert_array_equal(dequantize(layer["experts_out"]), expected[i, "down"])
 
 
 @pytest.mark.slow

@@ -5,25 +5,30 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from specjax.models.quantization import nvfp4
 from specjax.models.quantized import Quantized, dequantize, pack
 from specjax.validation.extras import needs
 
 GROUP = 32  # codes that share a scale
-KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "MXFP4")  # types of which matrices stay in codes
+KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "MXFP4", "NVFP4")  # types of which matrices stay in codes
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def matrix_of(rows: np.ndarray, kind: str, dtype: np.dtype) -> Quantized:
+def matrix_of(rows: np.ndarray, kind: str, dtype: np.dtype, scale_of_matrix: float | None = None) -> Quantized:
     """Return the matrix [N, K] that bytes [N, B] of a type in KEPT hold.
 
     Args:
         rows: uint8.
         kind: name of the type.
         dtype: of the floats for which the matrix stands.
+        scale_of_matrix: factor on all scales, which NVFP4 may have; None is none.
 
     Raises:
         ValueError: a scale is infinite or NaN.
     """
+    if kind == "NVFP4":
+        whole = np.float32(1 if scale_of_matrix is None else scale_of_matrix)
+        return _of_nvfp4(rows.reshape(len(rows), -1, 36), whole, dtype)
     if kind == "Q8_0":
         blocks = rows.reshape(len(rows), -1, 34)
         codes, scale = blocks[..., 2:].view(np.int8), _halves(blocks, 0)
@@ -70,8 +75,18 @@ def _of_superblocks(blocks: np.ndarray, dtype: np.dtype) -> Quantized:
     return _packed(codes, scale, minimum, bits=4, dtype=dtype)
 
 
-def floats_of(rows: np.ndarray, kind: str) -> np.ndarray:
+def _of_nvfp4(blocks: np.ndarray, whole: np.float32, dtype: np.dtype) -> Quantized:
+    """Return the matrix of blocks of 64 codes of e2m1, of which each 16 have a scale of e4m3 without a sign."""
+    scale = (blocks[..., :4] & np.uint8(127)).view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(len(blocks), -1)
+    halves = blocks[..., 4:].reshape(len(blocks), -1, 8)
+    codes = np.concatenate([halves & 15, halves >> 4], axis=-1).reshape(len(blocks), -1)
+    return nvfp4.of_codes(codes, scale * whole, dtype)
+
+
+def floats_of(rows: np.ndarray, kind: str, scale_of_matrix: float | None = None) -> np.ndarray:
     """Return the numbers [N, K] of bytes [N, B]: in their dtype for floats, else float32.
+
+    `scale_of_matrix` is as in `matrix_of`.
 
     Raises:
         ModuleNotFoundError: the type needs the package gguf, which is not installed.
@@ -80,7 +95,7 @@ def floats_of(rows: np.ndarray, kind: str) -> np.ndarray:
     if kind in FLOATS:
         return np.ascontiguousarray(rows).view(FLOATS[kind])
     if kind in KEPT:
-        return np.asarray(dequantize(matrix_of(np.asarray(rows), kind, np.dtype(np.float32))))
+        return np.asarray(dequantize(matrix_of(np.asarray(rows), kind, np.dtype(np.float32), scale_of_matrix)))
     with needs("gguf"):
         import gguf  # pyright: ignore[reportMissingImports]
     kinds: Any = gguf.GGMLQuantizationType  # pyright: ignore[reportAttributeAccessIssue]

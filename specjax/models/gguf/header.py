@@ -52,6 +52,7 @@ KINDS = {
     29: Kind("IQ1_M", 256, 56),
     30: Kind("BF16", 1, 2),
     39: Kind("MXFP4", 32, 17),
+    40: Kind("NVFP4", 64, 36),
 }
 NUMBERS = {kind.name: number for number, kind in KINDS.items()}
 

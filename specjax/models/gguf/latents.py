@@ -65,6 +65,8 @@ def joined(places: Mapping[str, Place]) -> "dict[str, Place | KeysAndValues]":
             found[name] = place
             continue
         other = places.get(name.replace("k_b_proj", "v_b_proj"))
+        if place.scale is not None or (other is not None and other.scale is not None):
+            raise ValueError(f"tensor {place.entry.name} in {place.entry.path} must have no scale, got one")
         keys, values = place.entry, None if other is None else other.entry
         if values is None or len(keys.shape) != 3 or len(values.shape) != 3 or values.shape[::2] != keys.shape[:2]:
             raise ValueError(

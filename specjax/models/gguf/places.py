@@ -19,6 +19,7 @@ class Place:
     rows: np.ndarray | None = None  # the row of the file that each row is; None: the order is the same
     blocks: np.ndarray | None = None  # the block of inputs that each block is, where all inputs are in so many blocks
     change: Callable[[np.ndarray], np.ndarray] | None = None  # of the numbers of a vector; None for none
+    scale: float | None = None  # of the matrix, in NVFP4; None is none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +49,7 @@ class Place:
             values = values if self.rows is None else values[self.rows]
             return (values if self.change is None else self.change(values))[index]
         first, *rest = index
-        rows = floats_of(self.bytes_of(header, first), kind)
+        rows = floats_of(self.bytes_of(header, first), kind, self.scale)
         if self.blocks is not None:
             rows = _in_order(rows, self.blocks)
         return rows.reshape(-1, *shape[1:])[(slice(None), *rest)]
@@ -59,7 +60,7 @@ class Place:
         Raises:
             ValueError: a scale is infinite or NaN, or a block of inputs has other inputs than whole groups.
         """
-        matrix = matrix_of(self.bytes_of(header, slice(None)), self.kind, dtype)
+        matrix = matrix_of(self.bytes_of(header, slice(None)), self.kind, dtype, self.scale)
         if self.blocks is None:
             return matrix
         if self.shape[1] % (GROUP * len(self.blocks)):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.models.gguf.architectures import architecture_of
-from specjax.models.gguf.blocks import FLOATS
+from specjax.models.gguf.blocks import FLOATS, floats_of
 from specjax.models.gguf.config import config_of
 from specjax.models.gguf.header import Header, read_header
 from specjax.models.gguf.latents import KeysAndValues, joined
@@ -19,6 +19,7 @@ from specjax.models.quantization import StoredLinear
 from specjax.models.quantized import Quantized
 
 OF_CONFIG = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # which the config has read
+ENDS = "scale", "input_scale"  # of the names of tensors beside a matrix in NVFP4
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,14 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
     if architecture.has_halves_between:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     places: dict[str, Place] = {}
+    scales = {name: _scales(header, name, architecture.of_layer) for name in header.tensors}
+    unneeded = {*OF_CONFIG, *(f"{name.removesuffix('weight')}{end}" for name in scales for end in ENDS if scales[name])}
     for name, entry in header.tensors.items():
-        if name in OF_CONFIG:
+        if name in unneeded:
             continue
         has_offset = architecture.has_norm_offset and name.endswith("norm.weight")
         place = Place(entry, rows=rows_of(name, entry.shape[0], heads), change=_less_one if has_offset else None)
-        for apart, of_part in _apart(name_of(name, architecture.of_layer), place):
+        for apart, of_part in _apart(name_of(name, architecture.of_layer), place, scales[name]):
             places |= architecture.parts(apart, of_part, config)
     return GGUFFile(header, joined(places))
 
@@ -124,20 +127,46 @@ def _less_one(scale: np.ndarray) -> np.ndarray:
     return scale - 1
 
 
-def _apart(name: str, place: Place) -> Iterator[tuple[str, Place]]:
+def _scales(header: Header, name: str, of_layer: dict[str, str]) -> list[float]:
+    """Return the scales of the matrices of a tensor in NVFP4, one for all or one for each; none of other tensors.
+
+    Raises:
+        ValueError: the tensor of the scales has another shape or type, or another meaning in the architecture.
+    """
+    entry = header.tensors[name]
+    other = header.tensors.get(f"{name.removesuffix('weight')}scale")
+    if entry.kind.name != "NVFP4" or not name.endswith(".weight") or other is None:
+        return []
+    number = entry.shape[0] if len(entry.shape) > 2 else 1
+    if f"{name.split('.')[-2]}.scale" in of_layer:
+        raise ValueError(
+            f"tensor {name} in {header.path} must not be in NVFP4, whose scale has the name of another tensor of "
+            f"{header.fields['general.architecture']}"
+        )
+    if other.kind.name not in FLOATS or other.shape not in ((1,), (number,)):
+        expected = " or ".join(f"({size},)" for size in sorted({1, number}))
+        raise ValueError(
+            f"tensor {other.name} in {header.path} must be floats of shape {expected}, got {other.kind.name} "
+            f"{other.shape}"
+        )
+    return floats_of(header.bytes_of(other), other.kind.name).ravel().astype(float).tolist()
+
+
+def _apart(name: str, place: Place, scales: list[float]) -> Iterator[tuple[str, Place]]:
     """Return a tensor by its name in transformers; the tensor of all experts as a tensor for each matrix of each."""
     if "*" not in name:
-        yield name, place
+        yield name, replace(place, scale=scales[0]) if scales else place
         return
     number, *shape = place.entry.shape
+    scales = scales * number if len(scales) == 1 else scales
     size = place.entry.num_bytes // number
     for i in range(number):
         one = replace(place.entry, shape=tuple(shape), start=place.entry.start + i * size)
-        of_one = name.replace("*", str(i))
+        of_one, scale = name.replace("*", str(i)), scales[i] if scales else None
         if not name.endswith(".gate_up_proj.weight"):
-            yield of_one, Place(one)
+            yield of_one, Place(one, scale=scale)
             continue
         outputs, inputs = shape
         for j, part in enumerate(("gate_proj", "up_proj")):
             rows = np.arange(outputs // 2) + j * (outputs // 2)
-            yield of_one.replace("gate_up_proj", part), Place(one, (outputs // 2, inputs), rows)
+            yield of_one.replace("gate_up_proj", part), Place(one, (outputs // 2, inputs), rows, scale=scale)
