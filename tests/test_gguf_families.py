@@ -3,7 +3,7 @@
 import gguf_files
 import numpy as np
 import pytest
-from families import ALL, LONGROPE, PARTIAL, YARN, shapes, write
+from families import ALL, LENGTHS, LONGROPE, PARTIAL, YARN, shapes, tokens, write
 from families import make_tensor as tensor_of
 from test_families import TOLERANCE, difference, whole_logits
 from test_gguf_hybrids import write_floats
@@ -411,7 +411,7 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
         if architecture in ("gemma", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         kind = kinds.get(part) if name.endswith("weight") else None
-        if part == "kv_b_proj":  # keys are turned
+        if part == "kv_b_proj" and "add_key_length_mla" in fields:  # keys are turned
             keys, values = np.split(values.reshape(4, -1, values.shape[1]), [config["qk_nope_head_dim"]], axis=1)
             of_keys = names.get_name(name.replace("kv_b", "k_b"), try_suffixes=(".weight",))
             writer.add_tensor(of_keys, np.ascontiguousarray(keys.swapaxes(1, 2)))
@@ -529,6 +529,50 @@ def test_attention_on_latents(kind, tmp_path):
     write_gguf(path, "deepseek2", config, tensors, fields, of_config=of_drafter, v_b_proj=kind)
     found = difference(whole_logits(load(path)), np.asarray(whole_logits(floats)))
     assert found <= (TOLERANCE if kind is None else 0.1)
+
+
+def test_early_files_of_deepseek_v2_lite(tmp_path):
+    """They have one matrix that makes keys and values, queries without latents, and say no kind of router."""
+    config = ALL["mistral4"] | {"q_lora_rank": None, "norm_topk_prob": False, "n_shared_experts": 2}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, **UNSCALED}}
+    stored = {name: shape for name, shape in shapes("mistral4").items() if ".q_" not in name}
+    stored |= {f"model.layers.{i}.self_attn.q_proj.weight": (40, 32) for i in range(2)}
+    tensors = {name: tensor_of(name, shape) for name, shape in stored.items()}
+    floats = load(write_floats(tmp_path / "floats", config, tensors))
+    fields = {
+        "add_head_count_kv": 4,
+        "add_kv_lora_rank": 12,
+        "add_key_length": 10,
+        "add_value_length": 10,
+        "add_rope_dimension_count": 4,
+        "add_leading_dense_block_count": 1,
+        "add_expert_count": 6,
+        "add_expert_used_count": 3,
+        "add_expert_feed_forward_length": 20,
+        "add_expert_shared_count": 2,
+        "add_expert_weights_scale": 1.0,
+    }
+    model = load(write_gguf(tmp_path / "model.gguf", "deepseek2", config, tensors, fields))
+    assert difference(whole_logits(model), np.asarray(whole_logits(floats))) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_routers_of_deepseek_v2_lite_are_those_of_transformers(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import reference
+
+    dropped = "model_type", "rope_parameters", "norm_topk_prob", "q_lora_rank"
+    config = {name: x for name, x in ALL["mistral4"].items() if name not in dropped}
+    config |= {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+    config |= {"rope_theta": 500.0, "norm_topk_prob": False}
+    model = reference.make_model(config)
+    tensors = {name: x.numpy() for name, x in model.state_dict().items()}
+    fields = {name: x for name, x in OF_LATENTS.items() if "scaling" not in name and "q_lora" not in name}
+    fields |= {"add_expert_shared_count": 2, "add_expert_weights_scale": 1.0, "add_expert_weights_norm": False}
+    path = write_gguf(tmp_path / "model.gguf", "deepseek2", config, tensors, fields)
+    expected = reference.logits(model, tokens(), LENGTHS)
+    assert difference(whole_logits(load(path)), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
