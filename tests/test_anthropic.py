@@ -71,6 +71,12 @@ class TestBodies:
         assert (call.user, call.stream, call.request_id, call.is_chat) == ("me", True, "7", True)
         assert (call.tools, call.constraint, call.top_logprobs) == (None, None, None)
 
+    def test_fields_that_clients_send_unasked(self, served):
+        keep = {"type": "clear_thinking_20251015", "keep": "all"}
+        fields = {"thinking": {"type": "enabled", "budget_tokens": 31999}, "context_management": {"edits": [keep]}}
+        assert read(served, **fields).prompts == read(served).prompts
+        assert count_tokens({"messages": [USER]} | fields, served) == count_tokens({"messages": [USER]}, served)
+
     def test_a_conversation(self, telling):
         use = {
             "type": "tool_use",
@@ -163,7 +169,8 @@ class TestBodies:
             ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "no tools of its own"),
             ({"tools": [{"name": "a"}]}, "tools[0].input_schema", "missing"),
             ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice.name", "one of the tools"),
-            ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type", "disabled, adaptive"),
+            ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "missing"),
+            ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management", "not sup"),
             ({"thread": {"type": "create"}}, "thread", "stores no conversations"),
             ({"container": "c"}, "container", "not supported"),
             ({"stop": ["x"]}, "stop", "unknown field"),

@@ -16,6 +16,7 @@ __all__ = ["served"]  # a fixture
 
 TOOL = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
 OTHER = {"type": "function", "name": "time", "description": "now"}
+SPACE = {"type": "namespace", "name": "clock", "description": "of clocks", "tools": [OTHER]}
 
 
 def read(served, input="hi", **fields):
@@ -161,6 +162,23 @@ class TestBodies:
         assert read(served, tools=[TOOL], tool_choice="none").tools is None
         assert read(served, tools=[TOOL], parallel_tool_calls=False).tools.is_single
 
+    def test_functions_of_a_namespace(self, telling):
+        """The model knows them by longer names, in descriptions and in former calls."""
+        made = {"type": "function_call", "call_id": "a", "name": "time", "namespace": "clock", "arguments": "{}"}
+        given = [{"role": "user", "content": "hi"}, made]
+        function = {"name": "clock__time", "description": "now"}
+        tool, called = {"type": "function", "function": function}, {"name": "clock__time", "arguments": "{}"}
+        calls = [{"id": "a", "function": called}]
+        expected = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
+        assert prompt_of(telling, given, tools=[SPACE]) == chat_prompt(telling, *expected, tools=[tool])
+        choice = {"type": "function", "name": "clock__time"}
+        assert read(telling, tools=[TOOL, SPACE], tool_choice=choice).tools.forced == "clock__time"
+
+    def test_fields_that_clients_send_unasked(self, served):
+        search = {"type": "web_search", "external_web_access": False}
+        call = read(served, tools=[TOOL, search], client_metadata={"a": "b"})
+        assert (call.tools.names, call.repeated["tools"]) == (("weather",), [TOOL])
+
     def test_form_of_the_text(self, served):
         form = {"type": "json_schema", "name": "weather", "strict": True, "schema": WEATHER}
         constraint = read(served, text={"format": form}).constraint
@@ -198,7 +216,9 @@ class TestBodies:
             ({"conversation": "c"}, "conversation", "stores no answers"),
             ({"background": True}, "background", "stores no answers"),
             ({"truncation": "auto"}, "truncation", "not supported"),
-            ({"tools": [{"type": "web_search"}]}, "tools[0].type", "no tools of its own"),
+            ({"tools": [{"type": "file_search"}]}, "tools[0].type", "no tools of its own"),
+            ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type", "no tools of its own"),
+            ({"tools": [SPACE, OTHER | {"name": "clock__time"}]}, "tools", "different names"),
             ({"tools": [TOOL, TOOL]}, "tools", "different names"),
             (
                 {"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}},
@@ -270,6 +290,16 @@ class TestAnswers:
             ("function_call", "time", "{}"),
         ]
         assert len({each["call_id"] for each in calls} | {each["id"] for each in calls}) == 4
+
+    def test_a_call_of_a_namespace(self, served):
+        call = read(served, tools=[TOOL, SPACE])
+        text = '<tool_call>{"name": "clock__time", "arguments": {}}</tool_call>'
+        result = result_of(served, [text], reason="stop")
+        (made,) = ResponseAnswer(call, served).body([result])["output"]
+        assert (made["namespace"], made["name"]) == ("clock", "time")
+        *_, done, item, last = stream_of(served, call, result, pieces_of(served, text))
+        assert done["name"] == "time"
+        assert without_ids(item["item"]) == without_ids(last["response"]["output"][0]) == without_ids(made)
 
     def test_an_answer_without_text_has_a_message(self, served):
         (message,) = ResponseAnswer(read(served), served).body([result_of(served, [""], reason="stop")])["output"]

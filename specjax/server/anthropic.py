@@ -94,6 +94,8 @@ TOOL = Object(
     },
     ["name", "input_schema"],
 )
+BUDGET = Integer(1, 2**31 - 1, about="Taken, and not used: max_tokens bounds thoughts and answer together.")
+KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit that changes nothing
 PARALLEL: dict[str, Kind] = {"disable_parallel_tool_use": Boolean(about="Whether an answer has at most one call.")}
 CHAT_FIELDS: dict[str, Kind] = {
     "model": MODEL,
@@ -116,8 +118,12 @@ CHAT_FIELDS: dict[str, Kind] = {
     ),
     "thinking": Tagged(
         "type",
-        {"disabled": Object({}), "adaptive": Object({"display": IGNORED})},
-        noun="one of disabled, adaptive, because the model has no budget of thoughts",
+        {
+            "disabled": Object({}),
+            "adaptive": Object({"display": IGNORED}),
+            "enabled": Object({"budget_tokens": BUDGET, "display": IGNORED}, ["budget_tokens"]),
+        },
+        about="Taken, and not used: the model and its template say whether there are thoughts.",
     ),
     "output_config": Object(
         {
@@ -128,6 +134,7 @@ CHAT_FIELDS: dict[str, Kind] = {
     ),
     "chat_template_kwargs": TEMPLATE_ARGUMENTS,
     "cache_control": IGNORED,
+    "context_management": Unsupported([{"edits": []}, {"edits": [KEEP_THINKING]}]),
 }
 COUNT = Object(CHAT_FIELDS, ["messages"])
 
@@ -153,7 +160,6 @@ def message(vocab_size: int, max_length: int) -> Object:
         "container": Unsupported(),
         "thread": Unsupported(why="this server stores no conversations; give the whole one in messages"),
         "mcp_servers": Unsupported([[]]),
-        "context_management": Unsupported([{"edits": []}]),
         **{name: ANSWER_FIELDS[name] for name in ("stream", "priority", "cache_salt", "request_id")},
     }
     sampling = bodies.sampling_fields(vocab_size, max_length)

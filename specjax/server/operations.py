@@ -181,6 +181,7 @@ RESPONSE = record(
                     content=array(record(type={"const": "reasoning_text"}, text=STRING)),
                 ),
                 record(
+                    {"namespace": STRING},
                     id=STRING,
                     type={"const": "function_call"},
                     status=STATUS,

@@ -40,7 +40,8 @@ from specjax.server.messages import (
 from specjax.server.protocol import Call, Constraint
 from specjax.server.served import Served
 from specjax.server.streams import event
-from specjax.server.tools import FUNCTION, MAX_TOOLS, MODE, ToolCall, choose_tools
+from specjax.server.tools import FUNCTION, MAX_DESCRIPTION_LENGTH, MAX_TOOLS, MODE, ToolCall, choose_tools
+from specjax.server.tools import NAME as FUNCTION_NAME
 
 NOTHING_STORED = "this server stores no answers; give the turns before as items of input"
 NO_TOOLS = "because the server has no tools of its own"
@@ -66,7 +67,7 @@ ROLE = Choice(["user", "assistant", "system", "developer"])
 ITEMS: dict[str, Object] = {  # open, because items of answers come back with their ids and more
     "message": Object({"role": ROLE, "content": CONTENT}, ["role", "content"], is_open=True),
     "function_call": Object(
-        {"call_id": NAME, "name": NAME, "arguments": Text(MAX_TEXT_LENGTH, about="JSON.")},
+        {"call_id": NAME, "name": NAME, "namespace": NAME, "arguments": Text(MAX_TEXT_LENGTH, about="JSON.")},
         ["call_id", "name", "arguments"],
         is_open=True,
     ),
@@ -90,10 +91,21 @@ INPUT = Either(
     ),
     about="The conversation so far: a text of the user, or items, those of former answers among them.",
 )
+NAMESPACE = Object(
+    {
+        "name": FUNCTION_NAME,
+        "description": Text(MAX_DESCRIPTION_LENGTH),
+        "tools": ListOf(Tagged("type", {"function": FUNCTION}, noun=f"'function', {NO_TOOLS}"), MAX_TOOLS),
+    },
+    ["name", "tools"],
+    about="Functions that the model knows by the name of the namespace, two underscores and their own name.",
+)
+WEB_SEARCH = Object({}, is_open=True, about="Taken, and not used: the model is not told of it.")
+TOOL_KINDS = {"function": FUNCTION, "namespace": NAMESPACE, "web_search": WEB_SEARCH}
 CHOSEN = Object({"name": NAME}, ["name"])
 TOOL_FIELDS: dict[str, Kind] = {
     "tools": ListOf(
-        Tagged("type", {"function": FUNCTION}, noun=f"'function', {NO_TOOLS}"),
+        Tagged("type", TOOL_KINDS, noun=f"'function' or 'namespace', {NO_TOOLS}"),
         MAX_TOOLS,
         about="Functions that the model may call.",
     ),
@@ -179,6 +191,7 @@ def response(vocab_size: int, max_length: int) -> Object:
         **TOOL_FIELDS,
         **{name: ANSWER_FIELDS[name] for name in SHARED},
         "metadata": Free(about="Repeated in the answer."),
+        "client_metadata": IGNORED,
         "prompt_cache_options": IGNORED,
         "prompt_cache_retention": IGNORED,
         "stream_options": Object({"include_obfuscation": IGNORED}, about="Only where stream is true."),
@@ -221,7 +234,7 @@ def parse_response(body: Any, served: Served) -> Call:
             "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
             "text": {"format": form},
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []),
+            "tools": [tool for tool in given.get("tools", ()) if tool["type"] != "web_search"],
             **{name: given.get(name) for name in ("user", "safety_identifier", "prompt_cache_key")},
         },
     )
@@ -270,12 +283,30 @@ def _chat_call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
         json.loads(item["arguments"] or "{}")
     except (ValueError, RecursionError):
         raise refusal(f"{path}.arguments", "a JSON text", item["arguments"]) from None
-    return {"id": item["call_id"], "function": {"name": item["name"], "arguments": item["arguments"]}}
+    name = _full_name(item.get("namespace", ""), item["name"])
+    return {"id": item["call_id"], "function": {"name": name, "arguments": item["arguments"]}}
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the functions among the tools of a body, each after its namespace, which is empty for most."""
+    found = []
+    for tool in tools:
+        if tool["type"] == "function":
+            found.append(("", tool))
+        elif tool["type"] == "namespace":
+            found += [(tool["name"], each) for each in tool["tools"]]
+    return found
+
+
+def _full_name(namespace: str, name: str) -> str:
+    """Return the name of a function for the model, which knows no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat that say the same of its tools."""
-    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    tools = [{**tool, "name": _full_name(space, tool["name"])} for space, tool in _functions(given.get("tools", ()))]
+    choice = given.get("tool_choice", "auto")
     if isinstance(choice, dict):
         is_one, known = choice["type"] == "function", [tool["name"] for tool in tools]
         named = [choice["name"]] if is_one else [tool["name"] for tool in choice["tools"]]
@@ -313,6 +344,8 @@ class ResponseAnswer:
         self._call, self._served = call, served
         self._id, self._created = items.new_id("resp", call.request_id), int(time.time())
         self._parts = call.parts(call.tools)
+        functions = _functions(call.repeated.get("tools", ()))
+        self._names = {_full_name(space, tool["name"]): (space, tool["name"]) for space, tool in functions}
         self._num_events = 0
         self._output: list[dict[str, Any]] = []  # items of a stream that are complete
         self._message: dict[str, Any] | None = None  # the item of a stream that text goes to
@@ -328,7 +361,7 @@ class ResponseAnswer:
         completion = result.completions[0]
         reasoning, text, calls = self._call.parts(self._call.tools).whole(completion.text)
         self._all_reasoning = reasoning
-        output = [items.function_call(items.new_id("fc"), made) for made in calls]
+        output = [self._call_item(made) for made in calls]
         if text or not calls:
             self._list(completion.token_ids, completion.logprobs)
             message = items.message(
@@ -437,14 +470,20 @@ class ResponseAnswer:
         self._output.append(item)
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
+    def _call_item(self, made: ToolCall) -> dict[str, Any]:
+        """Return a call, with the namespace of its function where that has one."""
+        namespace, name = self._names[made.name]
+        item = items.function_call(items.new_id("fc"), made._replace(name=name))
+        return item | ({"namespace": namespace} if namespace else {})
+
     def _add_call(self, made: ToolCall) -> bytes:
-        item = items.function_call(items.new_id("fc"), made)
+        item = self._call_item(made)
         place = {"item_id": item["id"], "output_index": len(self._output)}
         begun = item | {"arguments": "", "status": "in_progress"}
         events = self._event("response.output_item.added", output_index=len(self._output), item=begun)
         events += self._event("response.function_call_arguments.delta", **place, delta=made.arguments)
         events += self._event(
-            "response.function_call_arguments.done", **place, name=made.name, arguments=made.arguments
+            "response.function_call_arguments.done", **place, name=item["name"], arguments=made.arguments
         )
         return events + self._end_item(item)
 

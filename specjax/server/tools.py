@@ -11,7 +11,7 @@ from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
 from specjax.server.tool_texts import BAR, INNER_TAGS, calls_of, load, named_objects_of, objects_of
 
 MAX_TOOLS = 128
-MAX_DESCRIPTION_LENGTH = 2**14  # characters
+MAX_DESCRIPTION_LENGTH = 2**16  # characters
 
 _NAMES = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call", "function_calls"
 _TAGS = {  # tags around a call, or around several, with those that close them
