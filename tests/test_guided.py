@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from operator import ge, gt, le, lt
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from choice import one_of
 
 from specjax import SamplingParams, decode, guided, proposers, sampling, verifiers
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.sampling.guided.schemas import pattern_of
 from specjax.sampling.guided.tables import Grammar
 
 WORDS = ["yes", "no", "may", "be", " very", "12", "345", '": ', '{"', "ab", "bc", "abc", ", ", "é", "tr", "ue", "false"]
@@ -19,7 +21,14 @@ VOCABULARY = [bytes([byte]) for byte in b'abcdefghijklmnopqrstuvwxyz0123456789 ,
     w.encode() for w in WORDS
 ]
 VOCABULARY += [b"", b"</s>"]  # a special token, and the end
+BYTES = [bytes([byte]) for byte in range(256)] + [b""]
+WHOLE = {"type": "integer"}
 V, EOS = len(VOCABULARY), len(VOCABULARY) - 1
+
+
+def object_of(**properties):
+    """The schema of an object with these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def from_regex(pattern):
@@ -103,6 +112,94 @@ class TestFromRegex:
         for _ in range(50):
             value = json.loads(walk(grammar, rng))
             assert set(value) == {"a", "b"} and value["a"] in (True, False) and value["b"] in ("yes", "no")
+
+    @pytest.mark.parametrize(
+        ("schema", "good", "bad"),
+        [
+            ({}, ["1", '"a"', '{"a": [1]}', "[[1], true]"], ["a", '{"a": 1']),
+            (object_of(a={}, b=True), ['{"a": {"c": [null]}, "b": 1}'], ["null", '{"a": true']),
+            (object_of(a={"description": "free"}), ['{"a": [1, "b"]}'], ["[]"]),
+            ({"additionalProperties": {}}, ['{"a": 1, "b": {}}', "{}"], ["1"]),
+            (
+                {"allOf": [object_of(a=WHOLE), {"$ref": "#/$defs/b"}], "$defs": {"b": object_of(b=WHOLE)}},
+                ['{"a":1,"b":2}'],
+                ['{"a":1}{"b":2}'],
+            ),
+            (object_of(**{'say "a"': WHOLE}), [r'{"say \"a\"": 1}'], ['{"say "a"": 1}']),
+            ({"type": "string", "pattern": "^.+$"}, ['"a b"', '"é"'], ['"a"b"', '"a\\"', '""']),
+            ({"type": "string", "pattern": "^[^a]|b\\S$"}, ['"x"', '"bc"'], ['"a"', '"""', '"b""']),
+            ({"type": "string", "pattern": '^a"\\\\$'}, [r'"a\"\\"'], ['"a"']),
+            ({"type": "string", "pattern": "^[[\\]x]$"}, ['"["', '"]"'], ['"y"']),
+            ({"type": "string", "pattern": r"^\d[\W_]\w$"}, ['"1-a"', '"1__"'], ['"१-a"', '"1-é"', '"1"a"']),
+            ({"type": "string", "format": "email"}, ['"a.b@c.de"'], ['"a"', '""a"@c.de"']),
+            ({"type": "string", "format": "email", "pattern": "^(?!x).*$"}, ['"a.b@c.de"'], ['"a"']),
+            ({"type": "string", "format": "uri"}, ['"http://a.b/c?d"', '"urn:a"'], ['"a b:c"']),
+            (
+                {"type": "string", "format": "time"},
+                ['"01:02:03"', '"01:02:03.5+02:00"'],
+                ['"25:00:00"', r'"01:02:03\x5"'],
+            ),
+            ({"type": "string", "format": "date-time"}, ['"2024-01-31T01:02:03Z"'], ['"2024-13-01T01:02:03Z"']),
+            ({"type": "string", "format": "int-or-path"}, ['"a"'], ["a"]),
+            (object_of(a=WHOLE) | {"type": ["object", "null"]}, ["null", '{"a": 1}'], ["{}", "1"]),
+            ({"type": ["integer", "string"], "minimum": 3, "maxLength": 1}, ["3", '"a"'], ["2", '"ab"']),
+        ],
+    )
+    def test_json_of_a_schema(self, schema, good, bad):
+        """Texts of the schema follow the grammar, and those that are none, or no JSON, do not."""
+        pytest.importorskip("outlines_core")
+        grammar = guided.from_json_schema(schema, BYTES, [256])
+        assert [accepts(grammar, text) for text in good] == [True] * len(good)
+        assert [accepts(grammar, text) for text in bad] == [False] * len(bad)
+
+    @pytest.mark.parametrize("kind", ["integer", "number"])
+    @pytest.mark.parametrize(
+        "bounds",
+        [
+            *({"minimum": 0}, {"maximum": -2}, {"minimum": 1, "maximum": 5}, {"minimum": -9, "maximum": 11}),
+            *({"minimum": 0, "maximum": 1}, {"exclusiveMinimum": 0}, {"exclusiveMinimum": -1, "exclusiveMaximum": 10}),
+            *({"minimum": 9, "maximum": 10**12}, {"exclusiveMaximum": 0}, {"minimum": 7, "maximum": 7}),
+        ],
+    )
+    def test_bounds_of_numbers(self, kind, bounds):
+        pytest.importorskip("outlines_core")
+        texts = [
+            f"{sign}{whole}{rest}" for sign in ("", "-") for whole in range(13) for rest in ("", ".0", ".5", ".01")
+        ]
+        texts = [text for text in texts if float(text) or text[0] != "-"]  # a negative zero need not be there
+        texts = [text for text in texts if kind == "number" or "." not in text]
+        holds = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt, "exclusiveMaximum": lt}
+        expected = [all(holds[name](float(text), bound) for name, bound in bounds.items()) for text in texts]
+        pattern = re.compile(pattern_of({"type": kind} | bounds))
+        found = [bool(pattern.fullmatch(text)) for text in texts]
+        assert found == expected
+
+    @pytest.mark.parametrize(
+        ("schema", "told"),
+        [
+            ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum of at most its maximum 1, got 2"),
+            ({"type": "number", "minimum": 1, "exclusiveMaximum": 1}, "minimum of at most its maximum 1, got 1"),
+            ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "objects whose properties differ"),
+            ({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}, "of few levels"),
+            ({"properties": {"a": False}}, "must allow a value"),
+            ({"properties": [1]}, "properties"),
+            ({"items": 5}, "Unsupported"),
+        ],
+    )
+    def test_refused_schemas(self, schema, told):
+        pytest.importorskip("outlines_core")
+        with pytest.raises(ValueError, match=told):
+            guided.from_json_schema(schema, BYTES, [256])
+
+
+def accepts(grammar, text):
+    """Whether a grammar over bytes accepts a text."""
+    state = 0
+    for byte in [*text.encode(), 256]:
+        state = grammar.transitions[state, grammar.token_classes[byte]]
+        if state < 0:
+            return False
+    return True
 
 
 def walk(grammar, rng):

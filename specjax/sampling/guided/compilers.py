@@ -1,11 +1,11 @@
 """Functions that make grammars of regular expressions, JSON schemas and lists of choices."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from specjax.sampling.guided.schemas import pattern_of
 from specjax.sampling.guided.tables import Grammar
 from specjax.validation.extras import needs
 
@@ -60,7 +60,8 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
     """Return the grammar of the JSON texts of a schema, of which outlines-core makes a regular expression.
 
     Args:
-        schema: a JSON schema. Properties are generated in its order, and recursion ends at a depth of three.
+        schema: a JSON schema. Properties are generated in its order, and recursion ends at a depth of three; a value
+            without a type has lists and objects of at most two levels. A pattern is one of the whole string.
         vocabulary: as in `from_regex`.
         eos_token_ids: as in `from_regex`.
 
@@ -70,10 +71,8 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
     Raises:
         ValueError: the schema is not supported, the vocabulary cannot make a text of it, or an id is wrong.
     """
-    with needs("guided"):  # a compiled module, which pyright cannot see
-        from outlines_core.json_schema import build_regex_from_schema  # pyright: ignore[reportMissingImports]
-
-    return from_regex(build_regex_from_schema(json.dumps(schema)), vocabulary, eos_token_ids)
+    with needs("guided"):
+        return from_regex(pattern_of(schema), vocabulary, eos_token_ids)
 
 
 def from_choices(choices: Sequence[str], vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
