@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from specjax.sampling.capacities import Capacities
 from specjax.server.fields import (
     Boolean,
     Choice,
@@ -34,10 +35,11 @@ from specjax.server.tools import TOOL_FIELDS
 MAX_PROMPTS = 128  # prompts of a body
 MAX_SAMPLES = 128  # prompts times the larger of n and best_of
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # stop strings, and characters of one
-MAX_STOP_TOKEN_IDS = 128
+MAX_STOP_TOKEN_IDS = Capacities.stop_tokens  # with the tokens that end a sequence of the model
 MAX_BIASES = 300
-MAX_ALLOWED_TOKEN_IDS = 1024
-MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 64, 64  # words, and characters of one
+MAX_ALLOWED_TOKEN_IDS = Capacities.allowed_tokens
+MAX_BAD_WORDS = Capacities.bad_words // 2  # which an engine forbids after a space, too
+MAX_BAD_WORD_LENGTH = 64  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_REGEX_LENGTH = 4096  # characters
 MAX_SCHEMA_LENGTH = 2**16  # characters of a JSON schema as text
