@@ -160,6 +160,7 @@ class TestBodies:
                 "messages",
                 "must end with a message of the user",
             ),
+            ({"messages": [{"role": "user", "content": []}]}, "messages", "a block that is no thinking"),
             ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "one of user, assistant, system"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

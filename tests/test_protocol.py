@@ -229,7 +229,8 @@ REFUSED = [
     ("logit_bias", {str(i): 1 for i in range(301)}, "logit_bias", "at most 300"),
     ("logprobs", 21, "logprobs", r"in \[0, 20\]"),
     ("logprobs", True, "logprobs", "an integer"),
-    ("bad_words", ["x"] * 65, "bad_words", "at most 64"),
+    ("bad_words", ["x"] * 17, "bad_words", "at most 16"),
+    ("allowed_token_ids", [1] * 257, "allowed_token_ids", "at most 256"),
     ("stream_options", {"include_usage": True}, "stream_options", "unless stream is true"),
     ("suffix", "end", "suffix", "not supported"),
     ("guided_grammar", "x", "guided_grammar", "not supported"),
@@ -277,6 +278,13 @@ def test_samples_of_all_prompts_are_bounded(served):
 def test_long_lists_are_refused_without_looking_at_them(served, field):
     with pytest.raises(BadRequest, match="at most"):
         completion(served, **{field: ["x"] * 500_000})
+
+
+def test_messages_that_make_no_token(served, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(BadRequest, match="messages must make a prompt of one or more tokens") as caught:
+        chat(replace(served, directory=tmp_path), "")
+    assert caught.value.param == "messages"
 
 
 CHAT_REFUSED = [

@@ -235,6 +235,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
                     messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
             if thought and block["type"] in ("text", "tool_use"):
                 _last(messages, "assistant")["reasoning"], thought = thought, ""
+    if not messages:
+        raise BadRequest("messages must have a block that is no thinking", "messages")
     return messages
 
 

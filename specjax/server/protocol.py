@@ -193,6 +193,8 @@ def chat_call(
         BadRequest: the chat template refuses the messages, or a value is out of its range.
     """
     prompt = encode_messages(given, served, tools)
+    if not prompt:  # of a template that writes nothing but their contents
+        raise BadRequest("messages must make a prompt of one or more tokens, got none", "messages")
     parts, has_special = Plain, False
     if constraint is None:
         parts, has_special = parts_of(served, prompt, tools)
