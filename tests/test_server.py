@@ -39,11 +39,13 @@ from specjax.models.directory import Checkpoint
 pytest.importorskip("uvicorn")
 
 from specjax.engine.scheduler import NoTokenError
-from specjax.server import calls, guard
+from specjax.server import anthropic, app, calls, guard, protocol
+from specjax.server.anthropic import MessageAnswer
 from specjax.server.app import About, App
 from specjax.server.errors import ApiError, api_error
 from specjax.server.run import Server, _about
 from specjax.server.served import Served
+from specjax.server.streams import CompletionAnswer
 
 VOCAB_SIZE, MAX_LENGTH, NUM_SLOTS, NUM_DRAFTS, MAX_WAITING = 300, 192, 3, 3, 6
 CONFIG = DecoderConfig(VOCAB_SIZE, 16, 1, 2, 1, 8, 16, MAX_LENGTH)
@@ -425,8 +427,8 @@ class TestMessages:
             tool = {"name": "at", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
             made = api.messages.create(**asked, tools=[tool], tool_choice={"type": "tool", "name": "at"})
             assert (made.stop_reason, made.content[0].name, made.content[0].input) == ("tool_use", "at", {})
-            with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type must be"):
-                api.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+            with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens must be"):
+                api.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 0})
 
 
 class TestLimits:
@@ -606,6 +608,42 @@ class TestEnd:
                     break
                 time.sleep(0.05)
             assert client.server.has_failed
+
+
+@pytest.mark.parametrize(
+    ("make", "parse", "fields", "said"),
+    [
+        (CompletionAnswer, protocol.parse_chat, chat(), b": the stream goes on\n\n"),
+        (MessageAnswer, anthropic.parse_message, chat(), b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+def test_a_silent_stream_says_that_it_goes_on(make, parse, fields, said, served, monkeypatch):
+    """Proxies end connections in which nothing comes, as while a call of a tool is held back."""
+    monkeypatch.setattr(app, "PING_SECONDS", 0.02)
+    answer, sent = make(parse(fields, served), served), []
+
+    async def events():
+        while len(sent) < 3:
+            await asyncio.sleep(0.01)
+        for content in (b"second", b"", b"third"):
+            yield content
+
+    async def stay():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            sent.append((message["body"], message["more_body"]))
+
+    stream = app._EventStream(b"first", events(), 5.0, answer, lambda: None)
+    asyncio.run(stream({"type": "http"}, stay, send))
+    assert sent[:3] == [(b"first", True), (said, True), (said, True)]
+    assert [each for each in sent if each[0] != said] == [
+        (b"first", True),
+        (b"second", True),
+        (b"third", True),
+        (b"", False),
+    ]
 
 
 @pytest.fixture(scope="module")

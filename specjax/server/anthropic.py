@@ -299,7 +299,7 @@ class MessageAnswer:
     def start(self) -> bytes:
         # The number of prompt tokens in pages of other requests is not known yet; the last events say it.
         usage = {"input_tokens": len(self._call.prompts[0]), "output_tokens": 0}
-        return _event("message_start", message=self._message([], usage)) + _event("ping")
+        return _event("message_start", message=self._message([], usage)) + self.ping()
 
     def feed(self, found: Sequence[tuple[int, Piece]]) -> bytes:
         reasoning, text = self._parts.feed("".join(piece.text for _, piece in found))
@@ -316,6 +316,9 @@ class MessageAnswer:
 
     def fail(self, error: ApiError) -> bytes:
         return event(error.anthropic_body, "error")
+
+    def ping(self) -> bytes:
+        return _event("ping")
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {

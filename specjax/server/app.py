@@ -38,6 +38,7 @@ from specjax.server.streams import Answer, CompletionAnswer
 from specjax.version import __version__
 
 LAST_WORDS_SECONDS = 5.0  # for the error that ends a stream
+PING_SECONDS = 15.0  # of silence after which a stream says that it goes on, as proxies cut off those that do not
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
@@ -211,7 +212,7 @@ class App:
                 events = self._events(call, requests, answer, start)
                 first = await attended(http.receive, anext(events), seconds)
                 give_up = partial(self._give_up, requests)
-                return _EventStream(first, events, deadline - time.perf_counter(), answer.fail, give_up)
+                return _EventStream(first, events, deadline - time.perf_counter(), answer, give_up)
             results = await attended(http.receive, self._results(requests, start), seconds)
             return JSONResponse(answer.body(results))
         except BaseException as error:
@@ -269,7 +270,7 @@ class _EventStream(Response):
         first: the first events.
         events: those that follow.
         seconds: the time.
-        fail: makes the events that tell of an error.
+        answer: makes the events that tell of an error, and those that say that the stream goes on.
         give_up: is called if they do not come to their end.
     """
 
@@ -278,23 +279,38 @@ class _EventStream(Response):
         first: bytes,
         events: AsyncIterator[bytes],
         seconds: float,
-        fail: Callable[[ApiError], bytes],
+        answer: Answer,
         give_up: Callable[[], None],
     ):
         super().__init__(media_type="text/event-stream", headers=SSE_HEADERS)
         del self.headers["content-length"]
         self._first, self._events, self._seconds = first, events, seconds
-        self._fail, self._give_up = fail, give_up
+        self._answer, self._give_up = answer, give_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = time.perf_counter()
+
         async def send_part(content: bytes, *, is_last: bool = False) -> None:
+            nonlocal sent
             await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+            sent = time.perf_counter()
+
+        async def send_pings() -> None:
+            while True:
+                await asyncio.sleep(max(sent + PING_SECONDS - time.perf_counter(), 0))
+                if time.perf_counter() - sent >= PING_SECONDS:
+                    await send_part(self._answer.ping())
 
         async def send_all() -> None:
-            await send_part(self._first)
-            async for content in self._events:
-                if content:
-                    await send_part(content)
+            pings = asyncio.ensure_future(send_pings())
+            try:
+                await send_part(self._first)
+                async for content in self._events:
+                    if content:
+                        await send_part(content)
+            finally:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
             await send_part(b"", is_last=True)
 
         try:
@@ -305,7 +321,7 @@ class _EventStream(Response):
         except (Exception, asyncio.CancelledError) as error:
             self._give_up()
             async with asyncio.timeout(LAST_WORDS_SECONDS):  # the client may not be reading
-                await send_part(self._fail(api_error(error)), is_last=True)
+                await send_part(self._answer.fail(api_error(error)), is_last=True)
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

@@ -39,7 +39,7 @@ from specjax.server.messages import (
 )
 from specjax.server.protocol import Call, Constraint
 from specjax.server.served import Served
-from specjax.server.streams import event
+from specjax.server.streams import COMMENT, event
 from specjax.server.tools import FUNCTION, MAX_DESCRIPTION_LENGTH, MAX_TOOLS, MODE, ToolCall, choose_tools
 from specjax.server.tools import NAME as FUNCTION_NAME
 
@@ -400,6 +400,9 @@ class ResponseAnswer:
     def fail(self, error: ApiError) -> bytes:
         told = {"code": "server_error", "message": error.body["error"]["message"]}
         return self._event("response.failed", response=self._response("failed", self._output, error=told))
+
+    def ping(self) -> bytes:
+        return COMMENT
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._num_events += 1

@@ -12,6 +12,7 @@ from specjax.server.protocol import Call
 from specjax.server.served import Served
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": the stream goes on\n\n"  # which clients leave out
 
 
 def event(body: dict[str, Any], name: str | None = None) -> bytes:
@@ -56,6 +57,10 @@ class Answer(Protocol):
         """Return the last events of a stream that ends with an error."""
         ...
 
+    def ping(self) -> bytes:
+        """Return bytes that say nothing, for a stream in which nothing happens for long."""
+        ...
+
 
 class CompletionAnswer:
     """The answer in OpenAI's forms of completions and chat completions, as `Answer`.
@@ -98,6 +103,9 @@ class CompletionAnswer:
 
     def fail(self, error: ApiError) -> bytes:
         return event(error.body)
+
+    def ping(self) -> bytes:
+        return COMMENT
 
 
 class _Choice:
