@@ -174,6 +174,14 @@ class TestFromRegex:
         found = [bool(pattern.fullmatch(text)) for text in texts]
         assert found == expected
 
+    def test_far_bounds_make_a_small_grammar(self):
+        """Some clients bound every integer by those that a float has exactly."""
+        pytest.importorskip("outlines_core")
+        grammar = guided.from_json_schema(WHOLE | {"minimum": 1 - 2**53, "maximum": 2**53 - 1}, BYTES, [256])
+        assert len(grammar.transitions) < 50
+        assert accepts(grammar, str(10**15 - 1)) and accepts(grammar, str(1 - 10**15))
+        assert not accepts(grammar, str(2**53))
+
     @pytest.mark.parametrize(
         ("schema", "told"),
         [

@@ -21,6 +21,7 @@ def _with_holders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 ANY = _with_holders(_with_holders({"anyOf": _PLAIN}))  # each further level makes a grammar four times as large
+FAR = 10**15
 CHARACTER = r'[^"\\\x00-\x1F\x7F-\x9F]'  # of a string, but for escapes
 _DATE = r"[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])?"
@@ -249,10 +250,15 @@ def _positive(low: int, high: int | None, is_low_out: bool, is_high_out: bool) -
 
 
 def _bound(schema: Mapping[str, Any], name: str, sign: int) -> tuple[float | None, bool]:
-    """Return the tightest bound of a side, None where it has none, and whether the bound itself is out."""
+    """Return the tightest bound of a side, None where it has none, and whether the bound itself is out.
+
+    Far bounds, as of the integers that a float has exactly, become 15 digits: each more makes a grammar larger.
+    """
     given: list[tuple[Any, bool]] = [(schema.get(f"m{name}"), False), (schema.get(f"exclusiveM{name}"), True)]
     numbers = [(value, is_out) for value, is_out in given if _is_finite(value)]
-    return max(numbers, key=lambda one: (sign * one[0], one[1]), default=(None, False))
+    bound, is_out = max(numbers, key=lambda one: (sign * one[0], one[1]), default=(None, False))
+    is_far = bound is not None and -sign * bound >= FAR
+    return (-sign * (FAR - 1), False) if is_far else (bound, is_out)
 
 
 def _is_finite(value: Any) -> bool:
@@ -261,15 +267,21 @@ def _is_finite(value: Any) -> bool:
 
 def _naturals(low: int, high: int | None) -> str:
     """Return the expression of the integers from `low` >= 0 to `high`."""
-    size = len(str(low))
-    last = size if high is None else len(str(high))
-    tops = [10**digits - 1 if high is None else min(high, 10**digits - 1) for digits in range(size, last + 1)]
-    found = []
-    for top in tops:
-        bottom = max(low, 10 ** (len(str(top)) - 1) if top > 9 else 0)
-        found.append(_between(str(bottom), str(top)))
-    if high is None:
-        found.append(f"[1-9][0-9]{{{size},}}")
+    found = ["0"] if low == 0 else []
+    low, last = max(low, 1), None if high is None else len(str(high))
+    first = len(str(low))  # digits of the first number, and then of the numbers of which all are meant
+    if low > 10 ** (first - 1):
+        top = 10**first - 1 if high is None else min(10**first - 1, high)
+        found.append(_between(str(low), str(top)))
+        first += 1
+    if high is None or last is None:
+        found.append(f"[1-9][0-9]{{{first - 1},}}")
+        return f"(?:{'|'.join(found)})"
+    end = last if high == 10**last - 1 else last - 1
+    if first <= end:
+        found.append(f"[1-9][0-9]{{{first - 1},{end - 1}}}")
+    if first <= last != end and high >= low:
+        found.append(_between(str(10 ** (last - 1)), str(high)))
     return f"(?:{'|'.join(found)})"
 
 
