@@ -122,6 +122,14 @@ def test_logits_of_a_router_stay_in_memory():
     assert last.invars[0] in made.eqns[-2].outvars and made.eqns[-2].primitive.name == "dot_general"
 
 
+def test_routers_of_codes():
+    """A checkpoint may have a router, and the matrix of a factor, in few bits."""
+    x, matrices = jnp.asarray(numbers(3, HIDDEN)), [quantize(jnp.asarray(numbers(n, HIDDEN)), "int8") for n in (6, 1)]
+    _, *products = normed_and_logits(matrices[0], x, more=matrices[1])
+    for got, matrix in zip(products, matrices, strict=True):
+        np.testing.assert_allclose(got, x @ dequantize(matrix).T, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

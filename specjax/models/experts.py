@@ -610,7 +610,7 @@ def normed_and_logits(
     x: Array,
     norm: Norm | None = None,
     *,
-    more: Array | None = None,
+    more: Array | Quantized | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Return rows after their norm, and a router's logits of them, in float32 whatever the dtype of the model is.
@@ -634,22 +634,24 @@ def normed_and_logits(
         NotImplementedError: if the named implementation does not support the case.
     """
 
-    def by_xla(x: Array, router: Array | Quantized, scale: Array | None, more: Array | None) -> tuple[Any, ...]:
+    def floats(matrix: Array | Quantized) -> Array:
+        return dequantize(matrix) if isinstance(matrix, Quantized) else matrix.astype(jnp.float32)
+
+    def by_xla(x: Array, router: Array | Quantized, scale: Array | None, more: Array | Quantized | None) -> Any:
         before = with_scale(norm, scale)
         x = x if before is None else rms_norm(x, before)
-        matrix = dequantize(router) if isinstance(router, Quantized) else router.astype(jnp.float32)
         x32 = x.astype(jnp.float32)
-        logits = jnp.einsum("th,eh->te", x32, matrix, precision=jax.lax.Precision.HIGHEST)
+        logits = jnp.einsum("th,eh->te", x32, floats(router), precision=jax.lax.Precision.HIGHEST)
         # As a sum it joins other operations of XLA, whose product of a few rows by one output takes long on GPUs.
-        return x, logits, None if more is None else jnp.sum(x32[:, None] * more.astype(jnp.float32)[None], axis=2)
+        return x, logits, None if more is None else jnp.sum(x32[:, None] * floats(more)[None], axis=2)
 
     def by_kernel(x: Array, router: Array, scale: Array | None, more: Array | None, *, interpret: bool):
         options = {"more": more, "dtype": jnp.float32, "interpret": interpret}
         logits, products, rows = one_row.linear_after_norm(x, router, with_scale(norm, scale), **options)
         return rows, logits, products
 
-    def reason(x: Array, router: Array | Quantized, scale: Array | None, more: Array | None) -> str | None:
-        if isinstance(router, Quantized) or x.dtype == jnp.float32:
+    def reason(x: Array, router: Array | Quantized, scale: Array | None, more: Array | Quantized | None) -> str | None:
+        if isinstance(router, Quantized) or isinstance(more, Quantized) or x.dtype == jnp.float32:
             return "the kernel takes rows and a router of 16 bits, so that in float32 no logit depends on other rows"
         if x.shape[0] > ROUTED_ROWS:
             return f"the kernel takes at most {ROUTED_ROWS} rows, got {x.shape[0]}"
