@@ -223,6 +223,7 @@ class Bench:
             with engine:
                 self.compile_s = time.perf_counter() - start
                 print(f"an engine of {num_slots} slots started in {self.compile_s:.1f} s", file=sys.stderr)
+                engine.wait_for_draft_lengths()
                 engine.submit([1, 2, 3], SamplingParams(max_tokens=2)).result()  # caches and programs exist now
                 yield engine
         finally:
@@ -525,7 +526,7 @@ def auto(bench: Bench) -> Iterator[dict[str, Any]]:
             }
             choice = engines["auto"]._scheduler._draft_length if "auto" in engines else None
             if choice is not None:
-                print(f"seconds of steps: {choice._times.seconds}", file=sys.stderr)
+                print(f"seconds of steps: {choice.times.seconds}", file=sys.stderr)
             for row, runs in rows:
                 for engine in engines.values():
                     engine._scheduler._device.verifier = as_pytree(Partial(at_rate, rate=row["rate"]))

@@ -23,7 +23,8 @@ from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 from specjax import decode
-from specjax.engine import garbage, sizes
+from specjax.engine import garbage, later_lengths, sizes
+from specjax.engine.later_steps import LaterSteps
 from specjax.engine.run import _Device
 from specjax.engine.slots import Slots
 from specjax.proposers import drawing
@@ -112,6 +113,19 @@ def clear_caches():
     gc.freeze()  # later collections need not look through what modules and libraries keep
 
 
+class Ready:
+    """In place of `LaterSteps`, whose programs are compiled when they are used: all count as ready."""
+
+    def __init__(self, device, programs, *, admit, **_):
+        for k in programs:
+            admit(k)
+
+    def stop(self):
+        pass
+
+    join = stop
+
+
 @pytest.fixture(scope="session", autouse=True)
 def programs_when_used():
     """Engines and LLMs compile a program when a request first uses it, as most tests use few of them.
@@ -131,6 +145,7 @@ def programs_when_used():
         if jax.default_backend() == "cpu":
             patch.setattr(drawing, "MOST_UNROLLED", 1)
         patch.setattr(Slots, "compile", lambda *args: None)
+        patch.setattr(later_lengths, "LaterSteps", Ready)
         patch.setattr(garbage, "leave_out", lambda: None)  # a search of all objects takes as long as most tests
         patch.setattr(garbage, "take_back", lambda: None)
         patch.setattr(_Device, "compiling_programs", lambda *args: nullcontext())
@@ -144,6 +159,7 @@ def all_programs(programs_when_used, monkeypatch):
     for use, of_use in SIZES.items():
         monkeypatch.setitem(sizes.SIZES, use, of_use)
     monkeypatch.setattr(Slots, "compile", programs_when_used)
+    monkeypatch.setattr(later_lengths, "LaterSteps", LaterSteps)
     monkeypatch.setattr(_Device, "compiling_programs", Slots.compiling_programs)
 
 

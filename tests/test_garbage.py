@@ -8,7 +8,9 @@ from test_engine import engine_of
 from test_slots import make
 
 from specjax.engine import garbage
-from specjax.engine.garbage import leave_out, paused, take_back  # as they are before the tests' engines lose them
+
+# As they are before the tests' engines lose them.
+from specjax.engine.garbage import leave_out, leave_out_more, paused, take_back
 
 
 def is_searched(thing) -> bool:
@@ -21,6 +23,8 @@ def test_what_exists_is_left_out_until_no_engine_is_open():
     try:
         after = [[]]
         assert (is_searched(before), is_searched(after)) == (False, True)
+        leave_out_more()
+        assert not is_searched(after)
         leave_out()
         assert not is_searched(after)
         take_back()
@@ -28,6 +32,8 @@ def test_what_exists_is_left_out_until_no_engine_is_open():
     finally:
         take_back()
     assert is_searched(before) and is_searched(after)
+    leave_out_more()
+    assert is_searched(before)
 
 
 def test_garbage_goes_before_the_rest_is_left_out():

@@ -171,6 +171,9 @@ class ByStepTimes:
         draft_lengths: the K to choose from, as `with_draft_lengths` takes them.
         proposer: the proposer that makes the drafts.
 
+    Attributes:
+        times: the seconds of steps, which may be replaced between two choices.
+
     Raises:
         ValueError: the seconds of a K are missing for a number of sequences.
     """
@@ -181,15 +184,21 @@ class ByStepTimes:
             if not set(self._lengths) <= seconds.keys():
                 expected = f"the seconds of a step for each K of {self._lengths}"
                 raise ValueError(f"step_times must have {expected}, got {sorted(seconds)} for {batch} sequences")
-        self._times, self._most_behind = times, _most_behind(proposer)
+        self.times, self._most_behind = times, _most_behind(proposer)
         trees, self._depth = tree_lengths(proposer, self._lengths), proposer.num_draft_tokens
-        self._chains = [k for k in self._lengths if k not in trees]
-        self._places = _Places(self._chains[-1] if self._chains else 0)
+        chains = [k for k in self._lengths if k not in trees]
+        self._places = _Places(chains[-1] if chains else 0)
         self._of_trees = {k: _Places(self._depth) for k in trees}
+        self.allow(self._lengths)
         self._tried: set[int] = set()  # trees whose acceptance is known
         self._asked: set[int] = set()  # trees that a step was chosen to have
         self._saved = {"plain": 0.0, "chain": 0.0, "tree": 0.0}  # seconds for the next try beside each form
         self._num_tries = 0
+
+    def allow(self, draft_lengths: Collection[int]) -> None:
+        """Choose among some of the K alone from now on, such as those whose programs are ready."""
+        self._chains = [k for k in self._lengths if k in draft_lengths and k not in self._of_trees]
+        self._trees = [k for k in self._of_trees if k in draft_lengths]
 
     def rates(self) -> np.ndarray:
         """Return the acceptance rate [K] of a chain's draft at each place, given that those before it are accepted.
@@ -199,13 +208,13 @@ class ByStepTimes:
         return np.array(self._places.rates())
 
     def choose(self, num_running: int, num_behind: int) -> int:
-        seconds, of_chains = self._times.at(num_running), self._places.tokens()
+        seconds, of_chains = self.times.at(num_running), self._places.tokens()
         tokens = {k: of_chains[k] for k in self._chains}
         tokens |= {k: self._of_trees[k].tokens()[-1] for k in self._tried}
         chain = max(self._chains, key=lambda k: tokens[k] / seconds[k])
         best = max(tokens, key=lambda k: (tokens[k] / seconds[k], k == chain))
         speed = tokens[best] / seconds[best]
-        trees = [k for k in self._of_trees if k != best and (1 + self._depth) / seconds[k] > speed]
+        trees = [k for k in self._trees if k != best and (1 + self._depth) / seconds[k] > speed]
         if best == 0:
             return self._beside_plain([*self._chains[1:2], *trees], seconds, num_behind)
         if best in self._of_trees:

@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,10 @@ import numpy as np
 from specjax import proposers, verifiers
 from specjax.decoding.drafters import in_memory
 from specjax.engine import garbage
-from specjax.engine.draft_length import ByStepTimes, check_choice
+from specjax.engine.draft_length import check_choice
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import check_eos_token_ids, encode_prompt, key_data
+from specjax.engine.later_lengths import LaterLengths, first_lengths, measured_choice
 from specjax.engine.memory import num_pages_that_fit
 from specjax.engine.mixed_sizes import checked_mixed_sizes, mixed_sizes_of
 from specjax.engine.pages import PageTables
@@ -33,7 +35,7 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.sizes import checked_prompt_sizes, default_sizes
 from specjax.engine.slots import Slots, keeps_rows
 from specjax.engine.stats import Stats, Sums
-from specjax.engine.step_times import as_step_times, step_times_of
+from specjax.engine.step_times import as_step_times
 from specjax.processes.repeat import Repeated, leads
 from specjax.sampling import Sampling, SamplingParams
 from specjax.sampling.capacities import Capacities, Needs, check_grammar, needs_of, of_request
@@ -116,17 +118,19 @@ class Engine:
             the time between the tokens of a request short while the prompts of others enter; more fill vacant slots
             sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
-            decoding; programs are compiled for each when the engine starts. N - 1 among them is the tree of a proposer
-            of trees of N nodes, and the others are then chains. None takes the numbers of `step_times`, or
-            else the proposer's own alone. Where there are several, K is chosen before each step. The tokens of a
-            request then depend on the other requests, except under `verifiers.match`; the distribution that they are
-            drawn from does not.
+            decoding. N - 1 among them is the tree of a proposer of trees of N nodes, and the others are then
+            chains. None takes the numbers of `step_times`, or else the proposer's own alone. Where there are several, K
+            is chosen before each step. Where that is by `step_times`, the engine starts when the programs of the
+            smallest and of the largest K are compiled, and takes the others when theirs are; see
+            `wait_for_draft_lengths`. The tokens of a request then depend on the other requests and, at first, on when
+            programs are ready, except under `verifiers.match`; the distribution that they are drawn from does not.
         choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths`, given
             the number of samples in the step and an estimate of how often drafts were accepted lately. The engine fails
             where it raises an error or returns another number. None chooses by `step_times`.
         step_times: the seconds of a step for each K, or the file with them that `specjax tune` has written. Each step
             has the K with the most tokens per second. None measures them when an engine with several `draft_lengths`
-            first starts, and keeps them in the folder of compiled programs.
+            first starts, and keeps them in the folder of compiled programs. Where some K are compiled later, their
+            seconds are assumed to lie on lines between the others until no request is there, and then measured.
         grammar_seconds: the most seconds that the grammar of a request may take to compile.
         step_sizes: numbers of slots below `num_slots`: a step computes the smallest of them that holds the active
             slots, so that a few requests do not pay for vacant slots. Each is a program more for each of
@@ -140,7 +144,7 @@ class Engine:
             mixture of experts. () always feeds prompts by separate calls, as they are beside requests that ask for
             log-probabilities or change logits.
         warm_up: parameters of requests to expect: the engine compiles the programs of these when it starts, and others
-            when a request first needs them. None compiles all at the start, so that nothing is compiled later.
+            when a request first needs them. None compiles all, so that no request waits for a program.
 
     Raises:
         ValueError: a number is out of its range, or the pages do not fit into the memory of the device.
@@ -241,11 +245,13 @@ class Engine:
         log_caches(device, pool)
         self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
         uses = None if warm_up is None else {self._use_of(each) for each in warm_up}
+        first = first_lengths(device.draft_lengths, is_by_times=choose_draft_length is None)
         with garbage.paused():
-            device.compile(chunk_size, prompt_sizes, uses)
-        if draft_length is None and draft_lengths is not None and len(device.draft_lengths) > 1:
+            device.compile(chunk_size, prompt_sizes, uses, first)
+        measurement = None
+        if draft_length is None and len(device.draft_lengths) > 1:
             use = max((use for use, log_probs in uses or () if not log_probs), default=Needs.EVERYTHING)
-            draft_length = ByStepTimes(step_times_of(device, device.step_sizes, use), draft_lengths, proposer)
+            draft_length, measurement = measured_choice(device, proposer, first, use)
         self._scheduler = Scheduler(
             device,
             tables,
@@ -276,6 +282,15 @@ class Engine:
         self._matmul_precision = config.jax_default_matmul_precision
         self._thread = threading.Thread(target=self._run, name="specjax engine", daemon=True)
         garbage.leave_out()
+        self._later = LaterLengths(
+            device,
+            draft_length,
+            uses,
+            first=first,
+            measurement=measurement,
+            send=self._send,
+            settings=self._settings,
+        )
         _engines.add(self)
         self._thread.start()
 
@@ -416,17 +431,33 @@ class Engine:
                 **counters,
             )
 
+    def wait_for_draft_lengths(self, timeout: float | None = None) -> None:
+        """Wait until each step may have any of `draft_lengths`, chosen by seconds that are known or measured.
+
+        Until then the choice of K depends on the time at which programs are ready. Seconds are measured while there
+        are no requests.
+
+        Args:
+            timeout: the most seconds to wait; None waits until it is so.
+
+        Raises:
+            TimeoutError: it is not so in time.
+            RuntimeError: it will not be so: a program does not compile, or the engine is closed or has failed.
+        """
+        self._later.settled.result(timeout)
+
     @property
     def is_running(self) -> bool:
         """Whether it takes requests: it is not closed, and has not failed."""
         return not self._is_closed
 
     def close(self) -> None:
-        """Stop. Requests that have not ended are cancelled."""
+        """Stop. Requests that have not ended are cancelled. A program that is being compiled is waited for."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
+        self._later.join()
         if self in _engines:
             _engines.discard(self)
             garbage.take_back()
@@ -452,7 +483,7 @@ class Engine:
     def _run(self) -> None:
         """Work, in a thread, until the engine closes or fails."""
         try:
-            with jax.default_device(self._default_device), jax.default_matmul_precision(self._matmul_precision):
+            with self._settings():
                 self._work()
         except BaseException as error:
             self._failure = error
@@ -468,13 +499,22 @@ class Engine:
                         request._future.set_exception(failure)
                 self._live.clear()
             self._compiler.close()
+            failure = RuntimeError("the engine is closed" if self._failure is None else "the engine has failed")
+            failure.__cause__ = self._failure
+            self._later.end(failure)
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Call JAX, in a thread, with the settings of who made the engine."""
+        with jax.default_device(self._default_device), jax.default_matmul_precision(self._matmul_precision):
+            yield
 
     def _work(self) -> None:
         """Rounds of the scheduler, with the calls of other threads between them, until the engine is closed."""
         has_more = False
         while True:
             with self._changed:
-                while not (self._calls or has_more or self._is_closed):
+                while not (self._calls or has_more or self._is_closed or self._later.can_measure):
                     self._changed.wait()
                 if self._is_closed:
                     break
@@ -484,6 +524,8 @@ class Engine:
             has_more = self._scheduler.advance()
             with self._changed:
                 self._collect()
+            if not has_more and self._later.can_measure:
+                self._later.measure(self._scheduler, lambda: not (self._calls or self._is_closed))
 
     def _sampling_of(self, params: SamplingParams) -> Sampling:
         """Return the parameters of a request as arrays."""

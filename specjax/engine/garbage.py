@@ -31,8 +31,15 @@ def leave_out() -> None:
     global _num_open
     with _lock:
         gc.collect()
-        gc.freeze()
         _num_open += 1
+    leave_out_more()
+
+
+def leave_out_more() -> None:
+    """Leave all objects that exist by now out, too, while an engine is open; their garbage stays until none is."""
+    with _lock:
+        if _num_open:
+            gc.freeze()
 
 
 def take_back() -> None:

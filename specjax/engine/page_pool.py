@@ -31,6 +31,11 @@ class PagePool:
         return len(self._free)
 
     @property
+    def free_pages(self) -> list[int]:
+        """The free pages."""
+        return list(self._free)
+
+    @property
     def num_cached(self) -> int:
         """Number of cached pages."""
         return len(self._cached)

@@ -231,6 +231,11 @@ class PageTables:
         """Number of pages that `ensure` could give a row: free pages, and cached ones."""
         return self._pool.num_free + self._pool.num_cached
 
+    @property
+    def free_pages(self) -> list[int]:
+        """The pages that hold nothing: no row has them, and none would find anything in them."""
+        return self._pool.free_pages
+
     def stats(self) -> PageStats:
         """Return the numbers of pages in each state, and of tokens looked up and found."""
         num_free, num_cached = self._pool.num_free, self._pool.num_cached

@@ -126,6 +126,18 @@ class Scheduler:
                 self._queue_of(job).remove(job)
             self._leave(job)
 
+    def lend_device(self) -> list[int] | None:
+        """Let the caller use the device, while there is no job and no step in flight.
+
+        All its slots are vacant, and must be so before the next round. The page table may be any: a job that enters a
+        slot has its own sent.
+
+        Returns:
+            The pages that hold nothing, which the caller may write; None where caches are not in pages.
+        """
+        self._send()
+        return None if self._tables is None else self._tables.free_pages
+
     def advance(self) -> bool:
         """Do one round; return whether there is more to do."""
         self.changed = []

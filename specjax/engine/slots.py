@@ -167,6 +167,7 @@ class Slots:
         chunk_size: int,
         prompt_sizes: Sequence[int] = (),
         uses: Collection[tuple[int, bool]] | None = None,
+        draft_lengths: Collection[int] | None = None,
     ) -> None:
         """Compile calls, while all slots are vacant.
 
@@ -175,13 +176,10 @@ class Slots:
             prompt_sizes: the numbers of tokens of the calls without them.
             uses: the pairs of `use` and `log_probs` that calls are compiled for, as `step` takes them; None is every
                 pair. Others are compiled where they are first made.
+            draft_lengths: as `steps` takes them.
         """
         row = request(self.state, np.zeros(1, np.int32), np.zeros(2, np.uint32), neutral(self.capacities))
-        steps = self._steps()
-        if uses is not None:  # steps of some slots and mixed ones have one program for all uses
-            has_one = [step.rows is not None or step.prompts is not None for step in steps]
-            each = zip(steps, has_one, strict=True)
-            steps = [step for step, is_one in each if is_one or (step.use, step.log_probs) in uses]
+        steps = self.steps(uses, draft_lengths)
         sizes_to_feed = () if self._held is None else self.step_sizes
         sizes = sorted(prompt_sizes or (chunk_size,), reverse=True)  # the longest to compile first
         of_prompts = [PromptProgram(self._no_prompts(size)) for size in sizes]
@@ -231,7 +229,7 @@ class Slots:
             compiled = []
             for program in programs:
                 start = time.perf_counter()
-                lowered = self._pass_to(program, lambda function: function.lower)
+                lowered = self.lowered(program)
                 seconds = time.perf_counter() - start
                 compiled.append(executor.submit(compile_program, self._name_of(program), lowered, seconds))
             if on_cpu:
@@ -260,6 +258,10 @@ class Slots:
                     rows=program.rows,
                 )
 
+    def lowered(self, program: StepProgram | PromptProgram) -> jax.stages.Lowered:
+        """Return a program that is traced and not compiled. Another thread may make calls meanwhile."""
+        return self._pass_to(program, lambda function: function.lower)
+
     def _size_of(self, program: StepProgram) -> int:
         return self.num_slots if program.rows is None else len(program.rows)
 
@@ -272,6 +274,25 @@ class Slots:
         if program.prompts is None:
             return name
         return f"{name}, beside {name_of_chunks(program.prompts.following.size)}"
+
+    def steps(
+        self, uses: Collection[tuple[int, bool]] | None = None, draft_lengths: Collection[int] | None = None
+    ) -> list[StepProgram]:
+        """Return the programs of `step` that requests may need.
+
+        Args:
+            uses: as `compile` takes them.
+            draft_lengths: the numbers of draft tokens of these steps, where there are several; None is all.
+        """
+        steps = self._steps()
+        if draft_lengths is not None and len(self.draft_lengths) > 1:
+            steps = [step for step in steps if step.num_draft_tokens in draft_lengths]
+        if uses is None:
+            return steps
+        # Steps of some slots and mixed ones have one program for all uses.
+        has_one = [step.rows is not None or step.prompts is not None for step in steps]
+        each = zip(steps, has_one, strict=True)
+        return [step for step, is_one in each if is_one or (step.use, step.log_probs) in uses]
 
     def _steps(self) -> list[StepProgram]:
         """Return all programs of `step` that requests may need."""
