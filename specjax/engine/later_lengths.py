@@ -142,7 +142,7 @@ class LaterLengths:
         """Let steps have K draft tokens, whose programs are ready."""
         self._allowed.append(k)
         self._choice.allow(self._allowed)
-        logger.info("the steps of %d draft tokens are ready", k)
+        logger.debug("the steps of %d draft tokens are ready", k)  # some commands write text meanwhile
         if set(self._allowed) == set(self._device.draft_lengths) and self._measurement is None:
             self._settle()
 
