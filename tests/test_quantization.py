@@ -34,8 +34,8 @@ def read(config, arrays, shape, name="m", inputs_first=False):
     return weight
 
 
-def check(config, arrays, expected, inputs_first=False, **attributes):
-    weight = read(config, arrays, expected.shape, inputs_first=inputs_first)
+def check(config, arrays, expected, inputs_first=False, matrix="m", **attributes):
+    weight = read(config, arrays, expected.shape, matrix, inputs_first)
     found = np.asarray(dequantize(weight, jnp.float32))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
@@ -288,6 +288,23 @@ def test_names_of_auto_round_go_before_patterns(rng):
     check(fields, arrays, w, bits=4)
     arrays, w = files.mxfp8(rng, 12, 64)
     check(fields | {"extra_config": {".*": {"bits": 8}}}, arrays, w, bits=8)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bits"),
+    [
+        (r"layers\.[01]\.mlp", 8),
+        ("^model.*up_proj$", 8),
+        ("^mlp", 4),
+        ("layers.1.mlp", 4),
+        ("model.layers.1.mlp.up_proj", 8),
+    ],
+)
+def test_patterns_of_auto_round_match_parts_of_names(rng, pattern, bits):
+    """A name without the characters of a pattern is a whole name."""
+    arrays, w = (files.mxfp8 if bits == 8 else files.mxfp4_packed)(rng, 12, 64)
+    fields = AUTO_ROUND | {"data_type": "mx_fp", "extra_config": {pattern: {"bits": 8}}}
+    check(fields, arrays, w, matrix="model.layers.1.mlp.up_proj", bits=bits)
 
 
 def groups(layout, targets=("Linear",), **weights):

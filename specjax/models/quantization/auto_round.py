@@ -4,6 +4,7 @@ Source: intel/auto-round, whose table quantization_config names the layout in pa
 extra_config, by name or pattern.
 """
 
+import re
 from typing import Any
 
 from specjax.models.config_file import ConfigFile
@@ -45,11 +46,19 @@ class AutoRound(ByName):
         names = sorted(config.get("extra_config", dict, {}), key=lambda name: not OF_PATTERNS.isdisjoint(name))
         tables = {name: changed(config, "extra_config", name) for name in names}  # those without a pattern go first
         others = [
-            (pattern_of(config, "extra_config", rf"(?:{name})\Z"), _layout(table))
+            (pattern_of(config, "extra_config", _pattern(name)), _layout(table))
             for name, table in tables.items()
             if table.get("bits", int) < FLOAT_BITS
         ]
         return cls(_layout(config), tuple(others))
+
+
+def _pattern(name: str) -> str:
+    """Return the pattern of names that a name in extra_config stands for: of itself, or of those with a match in them.
+
+    AutoRound itself looks for a match anywhere in a name.
+    """
+    return rf"{re.escape(name)}\Z" if OF_PATTERNS.isdisjoint(name) else f".*(?:{name})"
 
 
 def _layout(config: ConfigFile) -> Any:
