@@ -305,6 +305,7 @@ def test_byte_level_tokenizers():
         ("llama-bpe", [0]),
         ("tekken", [0]),
         ("lfm2", [0]),
+        ("minicpm5", []),
         ("qwen2", []),
     ):  # of files that do not say it
         named = files.byte_level(pre=pre, **{"tokenizer.ggml.bos_token_id": 0})
@@ -343,11 +344,25 @@ def test_words_of_kinds(pre, text, words):
     assert [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)] == words
 
 
+@pytest.mark.parametrize(
+    ("pre", "tokens"), [("llama-bpe", ["hello"]), ("minicpm5", ["hello"]), ("qwen2", ["hel", "l", "o"])]
+)
+def test_words_that_no_merge_makes(pre, tokens):
+    from specjax.models.gguf.header import Header
+    from specjax.models.gguf.tokenizer import tokenizer_of
+
+    fields = files.byte_level(pre=pre)
+    fields["tokenizer.ggml.tokens"] = [*fields["tokenizer.ggml.tokens"], "hello"]
+    fields["tokenizer.ggml.token_type"] = [*fields["tokenizer.ggml.token_type"], 1]
+    assert tokenizer_of(Header("model.gguf", fields, {})).encode("hello").tokens == tokens
+
+
 def test_composed_texts():
     from specjax.models.gguf.header import Header
     from specjax.models.gguf.tokenizer import tokenizer_of
 
-    for pre, is_composed in (("qwen2", True), ("hunyuan", True), ("grok-2", False), ("deepseek-v3", False)):
+    kinds = dict.fromkeys(("qwen2", "hunyuan", "olmo", "mpt", "command-r"), True)
+    for pre, is_composed in (kinds | {"grok-2": False, "deepseek-v3": False}).items():
         normalizer = tokenizer_of(Header("model.gguf", files.byte_level(pre=pre), {})).normalizer
         assert (normalizer is not None) == is_composed, pre
 

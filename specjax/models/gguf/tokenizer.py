@@ -50,12 +50,13 @@ AFMOE = (
 LAGUNA = r"[^\n]+|\n+", QWEN2
 MINICPM5 = r"\p{N}{1,3}", LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")
 OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "midm-2.0")
-# Files with these kinds have tokens that no merge makes, which whole words are looked up in first. Their texts have a
-# token at the beginning unless a file says that they have none.
-WHOLE_WORDS = (*OF_LLAMA3, "tekken", "pixtral")
+# The texts of these kinds have a token at the beginning unless a file says that they have none.
+BEGUN = (*OF_LLAMA3, "tekken", "pixtral")
+# Files with these kinds have tokens that no merge makes, which whole words are looked up in first.
+WHOLE_WORDS = (*BEGUN, "minicpm5")
 # The texts of these kinds are composed: a letter and its accent are one character.
 OF_QWEN2 = ("qwen2", "deepseek-r1-qwen", "hunyuan", "megrez", "stablelm2")
-COMPOSED = (*OF_QWEN2, "qwen35")
+COMPOSED = (*OF_QWEN2, "qwen35", "olmo", "mpt", "command-r")
 SPLITS: dict[str, tuple[str, ...]] = dict.fromkeys((*OF_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), (LLAMA3,))
 SPLITS |= dict.fromkeys((*OF_QWEN2, "grok-2", "kormo", "solar-open"), (QWEN2,))
 SPLITS |= dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), (GPT4O,))
@@ -93,7 +94,7 @@ def tokenizer_of(header: Header) -> "Tokenizer":
         )
     tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens, kinds)
     _add_tokens(tokenizer, tokens, kinds)
-    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in WHOLE_WORDS
+    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in BEGUN
     _add_ends(tokenizer, header, tokens, starts)
     return tokenizer
 
