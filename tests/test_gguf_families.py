@@ -108,7 +108,11 @@ CASES = {
         {"intermediate_size": 20},
         {"add_expert_count": 8, "add_expert_used_count": 3, "add_expert_feed_forward_length": 20},
     ),
-    "qwen3 with yarn": ("qwen3", OF_LONG, LONG),
+    "qwen3 with yarn": (
+        "qwen3",
+        {"rope_scaling": OF_LONG["rope_scaling"] | {"attention_factor": 1.5}},
+        LONG | {"add_rope_scaling_yarn_attn_factor": 1.5},
+    ),
     "llama with yarn": ("llama", OF_LONG, LONG),
     "qwen3moe with yarn": (
         "qwen3_moe_normed",

@@ -116,7 +116,7 @@ ARCHITECTURES = {
         names=mixtures.OF_EXPERTS + mixtures.OF_QWEN2,
         scalings=("yarn",),
         has_experts=True,
-        holds=mixtures.gates_as_row,
+        holds=partial(mixtures.as_row, ending=".shared_expert_gate.weight"),
     ),
     "qwen3": Architecture(fields=dense.with_yarn, scalings=("yarn",)),
     "qwen3vl": Architecture(fields=dense.as_qwen3, scalings=("yarn",)),
@@ -176,7 +176,7 @@ ARCHITECTURES = {
         fields=mixtures.ernie4_5_moe,
         names=mixtures.OF_EXPERTS + mixtures.OF_ERNIE,
         has_experts=True,
-        holds=mixtures.corrections_as_row,
+        holds=partial(mixtures.as_row, ending=".e_score_correction_bias"),
     ),
     "hunyuan-dense": Architecture(fields=dense.hunyuan, names=dense.OF_HUNYUAN),
     "hunyuan-moe": Architecture(

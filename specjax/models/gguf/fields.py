@@ -74,7 +74,8 @@ class Fields:
         """Return the field rope_scaling of config.json where the file scales as YaRN does, else None."""
         if self.get("rope.scaling.type", str, "none") != "yarn":
             return None
-        return {
+        magnitude = self.get("rope.scaling.yarn_attn_factor", float, None)  # which the factor gives in most files
+        return ({} if magnitude is None else {"attention_factor": magnitude}) | {
             "rope_type": "yarn",
             "factor": self.get("rope.scaling.factor", float),
             "original_max_position_embeddings": self.get("rope.scaling.original_context_length", int),

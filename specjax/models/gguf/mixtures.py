@@ -193,9 +193,6 @@ def _turns_of_laguna(fields: Fields, theta: float, size: int) -> dict[str, Any]:
     """Return how the heads of layers without and with windows turn, given a base and the size of a head."""
     fields.only("rope.scaling.type", "none", "yarn")
     full = fields.yarn() or {"rope_type": "default"}
-    if full["rope_type"] == "yarn":
-        magnitude = fields.get("rope.scaling.yarn_attn_factor", float, None)
-        full |= {} if magnitude is None else {"attention_factor": magnitude}
     turned, sliding = (fields.get(f"rope.dimension_count{end}", int, size) for end in ("", "_swa"))
     return {
         "full_attention": full | {"rope_theta": theta, "partial_rotary_factor": turned / size},
@@ -251,13 +248,6 @@ def gpt_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return found if scaling is None else found | {"rope_scaling": scaling | {"truncate": False}}  # files do not say it
 
 
-def gates_as_row(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
-    """Return the tensor of transformers that a tensor holds; the gate of a shared MLP is a table of one row."""
-    is_row = name.endswith("shared_expert_gate.weight")
-    yield name, replace(place, own_shape=(1, place.entry.shape[-1])) if is_row else place
-
-
-def corrections_as_row(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
-    """Return the tensor of transformers that a tensor holds; corrections of routers are a table of one row."""
-    is_row = name.endswith("e_score_correction_bias")
-    yield name, replace(place, own_shape=(1, place.entry.shape[-1])) if is_row else place
+def as_row(name: str, place: Place, config: dict[str, Any], *, ending: str) -> Iterator[tuple[str, Place]]:
+    """Return the tensor of transformers that a tensor holds: a table of one row where its name has the ending."""
+    yield name, replace(place, own_shape=(1, place.entry.shape[-1])) if name.endswith(ending) else place
