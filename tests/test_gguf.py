@@ -395,13 +395,13 @@ def test_sentence_piece_tokenizers():
     plain = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
     tokenizer = tokenizer_of(Header("model.gguf", llama | files.sentence_piece(**plain), {}))
     assert tokenizer.encode("hello").tokens == ["he", "llo"]
-    # Gemma 4 has merges, as byte-level files have them, and scores of no use.
+    # Gemma 4 has merges, as byte-level files have them, scores of no use, and a token at the beginning in any case.
     gemma = plain | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.scores": [0.0] * 270}
     gemma |= {"tokenizer.ggml.merges": ["▁ h", "l l", "h e"]}
     tokenizer = tokenizer_of(
         Header("model.gguf", {"general.architecture": "gemma4"} | files.sentence_piece(**gemma), {})
     )
-    assert tokenizer.encode("hello hello").tokens == ["he", "ll", "o", "▁h", "e", "ll", "o"]
+    assert tokenizer.encode("hello hello").tokens == ["<s>", "he", "ll", "o", "▁h", "e", "ll", "o"]
     assert tokenizer.decode(tokenizer.encode("hello ß").ids) == "hello ß"
 
 

@@ -1,4 +1,4 @@
-"""Build a tokenizer of the vocabulary in a GGUF file: byte-level BPE ("gpt2"), or SentencePiece's BPE ("llama")."""
+"""Build a tokenizer of the vocabulary in a GGUF file: byte-level BPE, or BPE as SentencePiece has it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,11 @@ def tokenizer_of(header: Header) -> "Tokenizer":
         )
     tokenizer = _byte_level(header, tokens) if model == "gpt2" else _sentence_piece(header, tokens, kinds)
     _add_tokens(tokenizer, tokens, kinds)
-    starts = model != "gpt2" or header.fields.get("tokenizer.ggml.pre") in BEGUN
-    _add_ends(tokenizer, header, tokens, starts)
+    # Gemma 4 needs a token at the beginning, although its early files say that texts have none.
+    starts = model == "gemma4" or header.fields.get(
+        "tokenizer.ggml.add_bos_token", model == "llama" or header.fields.get("tokenizer.ggml.pre") in BEGUN
+    )
+    _add_ends(tokenizer, header, tokens, bool(starts))
     return tokenizer
 
 
@@ -193,13 +196,13 @@ def _add_tokens(tokenizer: "Tokenizer", tokens: list[str], kinds: list[int]) -> 
 
 
 def _add_ends(tokenizer: "Tokenizer", header: Header, tokens: list[str], starts: bool) -> None:
-    """Let the tokenizer put the tokens around a text that the file asks for."""
+    """Let the tokenizer put a token before a text if it `starts`, and one after it if the file asks for that."""
     from tokenizers import processors
 
     template, special = ["$A"], []
-    for name, default, place in (("bos", starts, 0), ("eos", False, 2)):
+    for name, is_added, place in (("bos", starts, 0), ("eos", header.fields.get("tokenizer.ggml.add_eos_token"), 2)):
         i = header.fields.get(f"tokenizer.ggml.{name}_token_id")
-        if header.fields.get(f"tokenizer.ggml.add_{name}_token", default) and type(i) is int and 0 <= i < len(tokens):
+        if is_added and type(i) is int and 0 <= i < len(tokens):
             template.insert(place, tokens[i])
             special.append((tokens[i], i))
     if special:
