@@ -143,6 +143,16 @@ class TestFromRegex:
             ({"type": "string", "format": "int-or-path"}, ['"a"'], ["a"]),
             (object_of(a=WHOLE) | {"type": ["object", "null"]}, ["null", '{"a": 1}'], ["{}", "1"]),
             ({"type": ["integer", "string"], "minimum": 3, "maxLength": 1}, ["3", '"a"'], ["2", '"ab"']),
+            ({"minimum": 3}, ["3", "4.5"], ["2", '"a"']),
+            ({"type": "string", "pattern": "^a/.$"}, ['"a/b"', r'"a/\""', r'"a/\\"', r'"a/\t"'], [r'"a/\n"', '"a/""']),
+            ({"type": "string", "pattern": r"^[\n&&x]\S$"}, [r'"\n\""', '"&y"'], [r'"a\n"', r'"\n\n"']),
+            ({"type": "string", "pattern": "^https?://"}, ['"http://a.b"', r'"https://\n"'], ['"ftp://a.b"']),
+            ({"type": "string", "pattern": r"\.py$"}, ['"a.py"', '".py"'], ['"a.pyc"']),
+            (object_of(a=WHOLE) | {"allOf": [object_of(a=WHOLE, b=WHOLE)]}, ['{"a":1,"b":2}'], ['{"a":1}']),
+            (object_of(a=WHOLE) | {"allOf": [{"required": ["b"]}, {"if": {}}]}, ['{"a":1,"b":[]}'], ['{"a":1}']),
+            ({"type": "object", "required": ["a"], "additionalProperties": WHOLE}, ['{"a":1}'], ["{}", '{"a":""}']),
+            ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}']),
+            ({"type": "array", "prefixItems": [WHOLE, {"type": "null"}], "items": False}, ["[1, null]"], ["[]", "[1]"]),
         ],
     )
     def test_json_of_a_schema(self, schema, good, bad):
@@ -158,18 +168,26 @@ class TestFromRegex:
         [
             *({"minimum": 0}, {"maximum": -2}, {"minimum": 1, "maximum": 5}, {"minimum": -9, "maximum": 11}),
             *({"minimum": 0, "maximum": 1}, {"exclusiveMinimum": 0}, {"exclusiveMinimum": -1, "exclusiveMaximum": 10}),
+            *({"minimum": 0, "exclusiveMinimum": True}, {"minimum": 0.5}, {"exclusiveMaximum": 0.5}, {"maximum": -1.5}),
+            *({"minimum": -1.05, "exclusiveMaximum": 2.5}, {"exclusiveMinimum": 0.01, "maximum": 1.01}),
             *({"minimum": 9, "maximum": 10**12}, {"exclusiveMaximum": 0}, {"minimum": 7, "maximum": 7}),
         ],
     )
     def test_bounds_of_numbers(self, kind, bounds):
         pytest.importorskip("outlines_core")
         texts = [
-            f"{sign}{whole}{rest}" for sign in ("", "-") for whole in range(13) for rest in ("", ".0", ".5", ".01")
+            f"{sign}{whole}{rest}"
+            for sign in ("", "-")
+            for whole in range(13)
+            for rest in ("", ".0", ".5", ".01", ".49", ".050")
         ]
         texts = [text for text in texts if float(text) or text[0] != "-"]  # a negative zero need not be there
         texts = [text for text in texts if kind == "number" or "." not in text]
         holds = {"minimum": ge, "maximum": le, "exclusiveMinimum": gt, "exclusiveMaximum": lt}
-        expected = [all(holds[name](float(text), bound) for name, bound in bounds.items()) for text in texts]
+        if bounds.get("exclusiveMinimum") is True:
+            holds["minimum"] = gt  # as old schemas have it
+        told = [(holds[name], bound) for name, bound in bounds.items() if bound is not True]
+        expected = [all(is_right(float(text), bound) for is_right, bound in told) for text in texts]
         pattern = re.compile(pattern_of({"type": kind} | bounds))
         found = [bool(pattern.fullmatch(text)) for text in texts]
         assert found == expected
@@ -182,13 +200,26 @@ class TestFromRegex:
         assert accepts(grammar, str(10**15 - 1)) and accepts(grammar, str(1 - 10**15))
         assert not accepts(grammar, str(2**53))
 
+    def test_bounds_that_are_all_far(self):
+        pytest.importorskip("outlines_core")
+        pattern = re.compile(pattern_of(WHOLE | {"minimum": 10**15, "maximum": 2**60}))
+        found = [bool(pattern.fullmatch(str(value))) for value in (10**15 - 1, 10**15, 2**60, 2**60 + 1)]
+        assert found == [False, True, True, False]
+
     @pytest.mark.parametrize(
         ("schema", "told"),
         [
             ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum of at most its maximum 1, got 2"),
             ({"type": "number", "minimum": 1, "exclusiveMaximum": 1}, "minimum of at most its maximum 1, got 1"),
-            ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "objects whose properties differ"),
+            ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "schemas of objects"),
+            ({"allOf": [object_of(a=WHOLE), object_of(a={"type": "null"})]}, "two schemas of 'a'"),
+            ({"allOf": [{"properties": [1]}, object_of(a=WHOLE)]}, "schemas of objects"),
+            ({"allOf": [object_of(a=WHOLE) | {"required": 5}, {}]}, "schemas of objects"),
             ({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}, "of few levels"),
+            ({"anyOf": []}, "anyOf must hold one or more"),
+            ({"type": "object", "required": ["a"], "additionalProperties": False}, "required must name properties"),
+            ({"minimum": float("inf")}, "finite numbers"),
+            ({"default": {1}}, "values of JSON"),
             ({"properties": {"a": False}}, "must allow a value"),
             ({"properties": [1]}, "properties"),
             ({"items": 5}, "Unsupported"),

@@ -61,7 +61,7 @@ def from_json_schema(schema: dict[str, Any], vocabulary: Sequence[bytes], eos_to
 
     Args:
         schema: a JSON schema. Properties are generated in its order, and recursion ends at a depth of three; a value
-            without a type has lists and objects of at most two levels. A pattern is one of the whole string.
+            without a type has lists and objects of at most two levels. docs/sampling.md lists what does not count.
         vocabulary: as in `from_regex`.
         eos_token_ids: as in `from_regex`.
 

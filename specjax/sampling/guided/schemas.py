@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 _PLAIN = [{"type": kind} for kind in ("string", "number", "boolean", "null")]
@@ -36,10 +37,13 @@ FORMATS = {  # others are notes, and allow any string
 _OF_OBJECTS = ("properties", "required", "additionalProperties", "minProperties", "maxProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 _OF_STRINGS = ("pattern", "minLength", "maxLength")
-_OF = {"object": _OF_OBJECTS, "array": _OF_ARRAYS, "string": _OF_STRINGS}  # keywords of one type
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_OF = {"object": _OF_OBJECTS, "array": _OF_ARRAYS, "string": _OF_STRINGS, "number": _OF_NUMBERS}  # keywords of one type
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # keywords that hold schemas
 _DEFINITIONS = ("$defs", "definitions")  # that hold schemas by names
 _KINDS = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf")  # one of them says which values are meant
+_NO_OBJECTS = {*_KINDS, *_OF_ARRAYS, *_OF_STRINGS, *_OF_NUMBERS} - {"type"}  # of no schema that `allOf` merges
+_ESCAPED = r'\\["\\bfnrt]'  # a character of a string as an escape
 _ESCAPES = {"n": r"\\n", "t": r"\\t", "r": r"\\r", "f": r"\\f", "\\": r"\\\\", '"': r"\\\""}
 _CLASSES = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]", r"\D": "[^0-9]", r"\W": "[^A-Za-z0-9_]"}  # of JSON schemas, in ASCII
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
@@ -54,7 +58,7 @@ def pattern_of(schema: Mapping[str, Any]) -> str:
     from outlines_core.json_schema import build_regex_from_schema  # pyright: ignore[reportMissingImports]
 
     try:
-        text = json.dumps(schema)
+        text = _text(schema)
         stem = "part"
         while stem in text:
             stem += "x"
@@ -65,6 +69,13 @@ def pattern_of(schema: Mapping[str, Any]) -> str:
     for name, part in reader.parts.items():
         found = found.replace(f'"{name}"', part)
     return found
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"schema must hold values of JSON, with finite numbers: {error}") from None
 
 
 class _Reader:
@@ -89,7 +100,10 @@ class _Reader:
         if schema is not True and not isinstance(schema, Mapping):
             return schema
         found = {} if schema is True else dict(schema)
-        if isinstance(found.get("allOf"), list) and len(found["allOf"]) > 1:
+        for name in _KINDS:
+            if found.get(name) == []:
+                raise ValueError(f"{name} must hold one or more items, got []")
+        if isinstance(found.get("allOf"), list) and (len(found["allOf"]) > 1 or "properties" in found):
             found = _merged(found, self._root)
         if found.keys().isdisjoint(_KINDS):
             kind = next((kind for kind, names in _OF.items() if not found.keys().isdisjoint(names)), None)
@@ -101,10 +115,14 @@ class _Reader:
             name = f"{self._stem}{len(self.parts)}x"
             self.parts[name] = part
             return {"const": name}
+        if found.get("type") == "object" and found.keys().isdisjoint(_KINDS[1:]):
+            found = _with_required(found)
         if isinstance(found.get("properties"), Mapping):
             found["properties"] = {_inside(name): self.rewritten(one) for name, one in found["properties"].items()}
         if isinstance(found.get("required"), list):
             found["required"] = [_inside(name) if isinstance(name, str) else name for name in found["required"]]
+        if "prefixItems" in found:  # a list has these alone
+            found.pop("items", None)
         if "items" in found:
             found["items"] = self.rewritten(found["items"])
         if isinstance(found.get("additionalProperties"), Mapping):
@@ -123,7 +141,8 @@ class _Reader:
         found = {name: schema[name] for name in _DEFINITIONS if name in schema}
         found["anyOf"] = []
         for kind in schema["type"]:
-            others = {name for each, names in _OF.items() if each != kind for name in names}
+            own = "number" if kind == "integer" else kind
+            others = {name for each, names in _OF.items() if each != own for name in names}
             one = {name: value for name, value in shared.items() if name not in others}
             found["anyOf"].append(one | {"type": kind})
         return found
@@ -134,18 +153,40 @@ def _inside(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
+def _with_required(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with each required name among its properties, or with none if it allows none.
+
+    Raises:
+        ValueError: a required name is none of the properties, and the object allows no others.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not (isinstance(properties, dict) and isinstance(required, list)):
+        return dict(schema)
+    rest = schema.get("additionalProperties", True)
+    added = {name: rest for name in required if isinstance(name, str) and name not in properties}
+    if added and rest is False:
+        raise ValueError(f"required must name properties of the object, got {next(iter(added))!r}")
+    return {**schema, "properties": properties | added} if added or rest is False else dict(schema)
+
+
 def _merged(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one schema of an object for all those in `allOf`."""
+    """Return one schema of an object for it and all those in `allOf`."""
     found = {name: value for name, value in schema.items() if name != "allOf"}
-    properties, required = dict(found.get("properties", {})), list(found.get("required", ()))
-    for each in schema["allOf"]:
-        each = _resolved(each, root)
-        if "allOf" in each:
+    properties, required = {}, []
+    for each in [found, *(_resolved(each, root) for each in schema["allOf"])]:
+        if isinstance(each.get("allOf"), list):
             each = _merged(each, root)
-        if not isinstance(each.get("properties"), Mapping) or properties.keys() & each["properties"].keys():
-            raise ValueError("allOf must hold one schema, or objects whose properties differ")
-        properties |= each["properties"]
-        required += each.get("required", ())
+        given, needed = each.get("properties", {}), each.get("required", [])
+        is_object = each.get("type", "object") == "object" and _NO_OBJECTS.isdisjoint(each)
+        if not (is_object and isinstance(given, Mapping) and isinstance(needed, list)):
+            raise ValueError(f"allOf must hold one schema, or schemas of objects, got one of {list(each)}")
+        differing = [name for name in properties.keys() & given.keys() if given[name] != properties[name]]
+        if differing:
+            raise ValueError(
+                f"allOf must hold objects that agree about a property, got two schemas of {differing[0]!r}"
+            )
+        properties |= given
+        required += needed
     return found | {"type": "object", "properties": properties, "required": required}
 
 
@@ -170,35 +211,49 @@ def _string(schema: Mapping[str, Any]) -> str | None:
     """Return the expression of a string with a pattern or a format, None for others."""
     pattern, form = schema.get("pattern"), FORMATS.get(str(schema.get("format")))
     if isinstance(pattern, str) and not (form and _LOOK_AROUND.search(pattern)):
-        return f'"(?:{_in_string(pattern)})"'
+        return f'"{_in_string(pattern)}"'
     return form and f'"{form}"'
 
 
 def _in_string(pattern: str) -> str:
-    r"""Return a pattern that matches texts inside of a JSON string: of characters that need no escape, or escaped.
+    """Return a pattern that matches texts inside of a JSON string, where some characters are escapes.
 
-    `"` and `\\` become escapes; `.` and classes lose characters that would need one. Anchors at its ends are left out.
+    It matches the whole string, but for a pattern with an anchor at one end alone: the other end is open.
     """
-    found, place = [], 0
-    for part in re.finditer(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
-        text = part.group()
-        if text[0] == "[" and len(text) > 1:
-            inside = re.sub(r"\\.|\[", lambda one: r"\[" if one[0] == "[" else _CLASSES.get(one[0], one[0]), text[1:-1])
-            found.append(f"[[{inside}]&&{CHARACTER}]")
-        elif text[0] == "\\" and text[1:2] in tuple("dDwWsSpP"):
-            found.append(f"[{_CLASSES.get(text, text)}&&{CHARACTER}]")
-        elif text[0] == "\\":
-            found.append(_ESCAPES.get(text[1:], text))
-        elif (text, part.start()) != ("^", 0) and (text, part.end()) != ("$", len(pattern)):
-            found.append({".": CHARACTER, '"': _ESCAPES['"']}.get(text, text))
-        place = part.end()
-    return "".join(found) + pattern[place:]
+    parts = re.findall(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL)
+    is_begun, is_ended = parts[:1] == ["^"], parts[-1:] == ["$"]
+    found = []
+    for part in parts[is_begun : len(parts) - is_ended]:
+        if part[0] == "[" and len(part) > 1:
+            found.append(_class(part))
+        elif part[0] == "\\" and part[1:2] in tuple("dDwWsSpP"):
+            found.append(_class(f"[{part}]"))
+        elif part[0] == "\\":
+            found.append(_ESCAPES.get(part[1:], part))
+        elif part == ".":
+            found.append(_class(r"[^\n\r]"))
+        else:
+            found.append(_ESCAPES['"'] if part == '"' else part)
+    rest = f"(?:{CHARACTER}|{_ESCAPED})*"
+    before, after = rest if is_ended and not is_begun else "", rest if is_begun and not is_ended else ""
+    return f"{before}(?:{''.join(found)}){after}"
+
+
+def _class(text: str) -> str:
+    """Return the expression of a class of characters inside of a JSON string."""
+    text = re.sub(r"\\.|[\[&~]", lambda one: one[0] if len(one[0]) > 1 else rf"\{one[0]}", text[1:-1])
+    try:
+        matches = re.compile(f"[{text}]", re.ASCII).match
+        escapes = [re.escape(_inside(char)) for char in '\b\f\n\r\t"\\' if matches(char)]
+    except re.error:  # `re` does not know the classes of Unicode
+        escapes = []
+    inside = re.sub(r"\\.", lambda one: _CLASSES.get(one[0], one[0]), text)
+    return f"(?:{'|'.join([f'[[{inside}]&&{CHARACTER}]', *escapes])})"
 
 
 def _integer(schema: Mapping[str, Any]) -> str | None:
     """Return the expression of the integers within bounds, None without any."""
-    low, is_low_out = _bound(schema, "inimum", 1)
-    high, is_high_out = _bound(schema, "aximum", -1)
+    (low, is_low_out), (high, is_high_out) = _bounds(schema)
     if low is None and high is None:
         return None
     low = None if low is None else math.floor(low) + 1 if is_low_out else math.ceil(low)
@@ -215,50 +270,98 @@ def _integer(schema: Mapping[str, Any]) -> str | None:
 
 
 def _number(schema: Mapping[str, Any]) -> str | None:
-    """Return the expression of the numbers within bounds, None without any. Fractions of bounds go outwards."""
-    low, is_low_out = _bound(schema, "inimum", 1)
-    high, is_high_out = _bound(schema, "aximum", -1)
+    """Return the expression of the numbers within bounds, without exponents, None without any."""
+    (low, is_low_out), (high, is_high_out) = _bounds(schema)
     if low is None and high is None:
         return None
     if low is not None and high is not None and (low > high or (low == high and (is_low_out or is_high_out))):
         raise ValueError(f"a number must have a minimum of at most its maximum {high}, got {low}")
-    least, is_low_out = (None, False) if low is None else (math.floor(low), is_low_out and low == math.floor(low))
-    most, is_high_out = (None, False) if high is None else (math.ceil(high), is_high_out and high == math.ceil(high))
     found = []
-    if least is None or least < 0:
-        start = 0 if most is None else max(-most, 0)
-        is_out = is_high_out and most is not None and most <= 0
-        found.append(f"-{_positive(start, None if least is None else -least, is_out, is_low_out)}")
-    if most is None or most > 0 or (most == 0 and not is_high_out):
-        start = 0 if least is None else max(least, 0)
-        is_out = is_low_out and least is not None and least >= 0
-        found.append(_positive(start, most, is_out, is_high_out))
+    if low is None or low < 0:
+        is_out = is_high_out and high is not None and high <= 0
+        most = None if low is None else -low
+        found.append(f"-{_positive(0 if high is None else max(-high, 0), most, is_out, is_low_out)}")
+    if high is None or high > 0 or (high == 0 and not is_high_out):
+        is_out = is_low_out and low is not None and low >= 0
+        found.append(_positive(max(low or 0, 0), high, is_out, is_high_out))
     return f"(?:{'|'.join(found)})"
 
 
-def _positive(low: int, high: int | None, is_low_out: bool, is_high_out: bool) -> str:
+def _positive(low: float, high: float | None, is_low_out: bool, is_high_out: bool) -> str:
     """Return the expression of the numbers from `low` >= 0 to `high`, without those that are out."""
+    first, low_digits = _parts(low)
+    last, high_digits = (None, None) if high is None else _parts(high)
+    if first == last:
+        return _with_digits(rf"{first}", low_digits, high_digits, is_low_out, is_high_out, r"\.")
     found = []
-    if is_low_out:
-        found.append(rf"{low}\.[0-9]*[1-9][0-9]*" if high is None or high > low else "")
-        low += 1
-    if high is None or low < high:
-        found.append(rf"{_naturals(low, None if high is None else high - 1)}(?:\.[0-9]+)?")
-    if high is not None and low <= high and not is_high_out:
-        found.append(rf"{high}(?:\.0+)?")
+    if low_digits or is_low_out:
+        found.append(_with_digits(rf"{first}", low_digits, None, is_low_out, False, r"\."))
+        first += 1
+    if last is None or first < last:
+        found.append(rf"{_naturals(first, None if last is None else last - 1)}(?:\.[0-9]+)?")
+    if last is not None:
+        found.append(_with_digits(rf"{last}", "", high_digits, False, is_high_out, r"\."))
     return f"(?:{'|'.join(each for each in found if each)})"
 
 
-def _bound(schema: Mapping[str, Any], name: str, sign: int) -> tuple[float | None, bool]:
-    """Return the tightest bound of a side, None where it has none, and whether the bound itself is out.
+def _parts(number: float) -> tuple[int, str]:
+    """Return the integer of a number >= 0, and its digits after the point, without zeros at the end."""
+    whole, _, digits = f"{abs(Decimal(str(number))):f}".partition(".")
+    return int(whole), digits.rstrip("0")
+
+
+def _with_digits(
+    before: str, low: str, high: str | None, is_low_out: bool, is_high_out: bool, between: str = ""
+) -> str:
+    """Return the expression of a text, and then digits after the point from `low` to `high`; empty if there are none.
+
+    Digits end in no zeros; `high` is None where all are small enough. `between` is a text in front of the digits.
+    """
+    is_end = not (low or is_low_out or (high == "" and is_high_out))
+    digits = _digits(low, high, is_low_out, is_high_out)
+    if not digits:
+        return before if is_end else ""
+    return f"{before}(?:{between}(?:{digits})){'?' if is_end else ''}"
+
+
+def _digits(low: str, high: str | None, is_low_out: bool, is_high_out: bool) -> str:
+    """Return the expression of one or more digits as in `_with_digits`."""
+    if high == "":
+        return "" if low or is_low_out or is_high_out else "0+"
+    if high is None and not low:
+        return "[0-9]*[1-9][0-9]*" if is_low_out else "[0-9]+"
+    first, last = int(low[:1] or 0), 10 if high is None else int(high[0])
+    if high is not None and first == last:
+        return _with_digits(f"{first}", low[1:], high[1:], is_low_out, is_high_out)
+    found = [_with_digits(f"{first}", low[1:], None, is_low_out, False)]
+    if first + 1 < last:
+        found.append(f"[{first + 1}-{last - 1}][0-9]*")
+    if high is not None:
+        found.append(_with_digits(f"{last}", "", high[1:], False, is_high_out))
+    return "|".join(each for each in found if each)
+
+
+def _bounds(schema: Mapping[str, Any]) -> tuple[tuple[float | None, bool], tuple[float | None, bool]]:
+    """Return the tightest bound of each side, None where it has none, and whether the bound itself is out.
 
     Far bounds, as of the integers that a float has exactly, become 15 digits: each more makes a grammar larger.
     """
-    given: list[tuple[Any, bool]] = [(schema.get(f"m{name}"), False), (schema.get(f"exclusiveM{name}"), True)]
-    numbers = [(value, is_out) for value, is_out in given if _is_finite(value)]
-    bound, is_out = max(numbers, key=lambda one: (sign * one[0], one[1]), default=(None, False))
-    is_far = bound is not None and -sign * bound >= FAR
-    return (-sign * (FAR - 1), False) if is_far else (bound, is_out)
+    low, is_low_out = max(_given_bounds(schema, "inimum"), default=(None, False))
+    lowest_first = sorted(_given_bounds(schema, "aximum"), key=lambda one: (one[0], not one[1]))
+    high, is_high_out = next(iter(lowest_first), (None, False))
+    is_high_far, is_low_far = high is not None and high >= FAR, low is not None and low <= -FAR
+    if is_high_far and (low is None or low < FAR):
+        high, is_high_out = FAR - 1, False
+    if is_low_far and (high is None or high > -FAR):
+        low, is_low_out = 1 - FAR, False
+    return (low, is_low_out), (high, is_high_out)
+
+
+def _given_bounds(schema: Mapping[str, Any], name: str) -> list[tuple[float, bool]]:
+    """Return the bounds of a side, each with whether it is out, which old schemas say beside it."""
+    inner, outer = schema.get(f"m{name}"), schema.get(f"exclusiveM{name}")
+    given: list[tuple[Any, bool]] = [(inner, outer is True), (outer, True)]
+    return [(value, is_out) for value, is_out in given if _is_finite(value)]
 
 
 def _is_finite(value: Any) -> bool:
