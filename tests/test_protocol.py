@@ -491,6 +491,12 @@ class TestTools:
         named = {"function": {"name": "weather"}}
         assert chat(served, tools=[TOOL, OTHER], tool_choice=named).tools.forced == "weather"
 
+    def test_as_many_as_several_servers_have(self, served):
+        tools = [{"type": "function", "function": {"name": f"server_{i}"}} for i in range(1025)]
+        assert chat(served, tools=tools[:1024], tool_choice="none").tools is None  # a prompt without them fits
+        with pytest.raises(BadRequest, match="tools must be a list of at most 1024 items"):
+            chat(served, tools=tools)
+
     @pytest.mark.parametrize(
         ("mode", "chosen", "expected"),
         [

@@ -220,6 +220,7 @@ class TestBodies:
             ({"tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0].type", "no tools of its own"),
             ({"tools": [SPACE, OTHER | {"name": "clock__time"}]}, "tools", "different names"),
             ({"tools": [TOOL, TOOL]}, "tools", "different names"),
+            ({"tools": [SPACE | {"tools": [OTHER] * 512}] * 3}, "tools", "at most 1024 functions"),
             (
                 {"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}},
                 "tool_choice.name",

@@ -306,9 +306,11 @@ def _full_name(namespace: str, name: str) -> str:
 def _chat_tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat that say the same of its tools."""
     tools = [{**tool, "name": _full_name(space, tool["name"])} for space, tool in _functions(given.get("tools", ()))]
+    if len(tools) > MAX_TOOLS:
+        raise refusal("tools", f"at most {MAX_TOOLS} functions in all namespaces together", given["tools"])
     choice = given.get("tool_choice", "auto")
     if isinstance(choice, dict):
-        is_one, known = choice["type"] == "function", [tool["name"] for tool in tools]
+        is_one, known = choice["type"] == "function", {tool["name"] for tool in tools}
         named = [choice["name"]] if is_one else [tool["name"] for tool in choice["tools"]]
         for name in named:
             if name not in known:

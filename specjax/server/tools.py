@@ -10,7 +10,7 @@ from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, O
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
 from specjax.server.tool_texts import BAR, INNER_TAGS, calls_of, load, named_objects_of, objects_of
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # as many as the longest body holds with 4096 bytes each; clients send the tools of many servers
 MAX_DESCRIPTION_LENGTH = 2**16  # characters
 
 _NAMES = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call", "function_calls"
