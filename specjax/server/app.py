@@ -288,7 +288,7 @@ class _EventStream(Response):
         self._answer, self._give_up = answer, give_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = time.perf_counter()
+        sent, turn = time.perf_counter(), asyncio.Lock()
 
         async def send_part(content: bytes, *, is_last: bool = False) -> None:
             nonlocal sent
@@ -298,8 +298,9 @@ class _EventStream(Response):
         async def send_pings() -> None:
             while True:
                 await asyncio.sleep(max(sent + PING_SECONDS - time.perf_counter(), 0))
-                if time.perf_counter() - sent >= PING_SECONDS:
-                    await send_part(self._answer.ping())
+                async with turn:  # a client that is slow to read the last events gets nothing after them
+                    if time.perf_counter() - sent >= PING_SECONDS:
+                        await send_part(self._answer.ping())
 
         async def send_all() -> None:
             pings = asyncio.ensure_future(send_pings())
@@ -307,7 +308,8 @@ class _EventStream(Response):
                 await send_part(self._first)
                 async for content in self._events:
                     if content:
-                        await send_part(content)
+                        async with turn:
+                            await send_part(content)
             finally:
                 pings.cancel()
                 await asyncio.gather(pings, return_exceptions=True)
