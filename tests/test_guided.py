@@ -146,6 +146,7 @@ class TestFromRegex:
             ({"minimum": 3}, ["3", "4.5"], ["2", '"a"']),
             ({"type": "string", "pattern": "^a/.$"}, ['"a/b"', r'"a/\""', r'"a/\\"', r'"a/\t"'], [r'"a/\n"', '"a/""']),
             ({"type": "string", "pattern": r"^[\n&&x]\S$"}, [r'"\n\""', '"&y"'], [r'"a\n"', r'"\n\n"']),
+            ({"type": "string", "pattern": r"^\x22\u005c\n|\u{41}|\v$"}, ['"A"', r'"\"\\\n"'], ['""\\n"', '"\v"']),
             ({"type": "string", "pattern": "^https?://"}, ['"http://a.b"', r'"https://\n"'], ['"ftp://a.b"']),
             ({"type": "string", "pattern": r"\.py$"}, ['"a.py"', '".py"'], ['"a.pyc"']),
             (object_of(a=WHOLE) | {"allOf": [object_of(a=WHOLE, b=WHOLE)]}, ['{"a":1,"b":2}'], ['{"a":1}']),

@@ -44,8 +44,8 @@ _DEFINITIONS = ("$defs", "definitions")  # that hold schemas by names
 _KINDS = ("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf")  # one of them says which values are meant
 _NO_OBJECTS = {*_KINDS, *_OF_ARRAYS, *_OF_STRINGS, *_OF_NUMBERS} - {"type"}  # of no schema that `allOf` merges
 _ESCAPED = r'\\["\\bfnrt]'  # a character of a string as an escape
-_ESCAPES = {"n": r"\\n", "t": r"\\t", "r": r"\\r", "f": r"\\f", "\\": r"\\\\", '"': r"\\\""}
 _CLASSES = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]", r"\D": "[^0-9]", r"\W": "[^A-Za-z0-9_]"}  # of JSON schemas, in ASCII
+_PARTS = re.compile(r"\\[pPux]\{[^}]*\}|\\x..|\\u....|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
@@ -220,20 +220,16 @@ def _in_string(pattern: str) -> str:
 
     It matches the whole string, but for a pattern with an anchor at one end alone: the other end is open.
     """
-    parts = re.findall(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL)
+    parts = _PARTS.findall(pattern)
     is_begun, is_ended = parts[:1] == ["^"], parts[-1:] == ["$"]
     found = []
     for part in parts[is_begun : len(parts) - is_ended]:
         if part[0] == "[" and len(part) > 1:
             found.append(_class(part))
-        elif part[0] == "\\" and part[1:2] in tuple("dDwWsSpP"):
+        elif part == '"' or (part[0] == "\\" and part[1:2] in tuple('"\\afnrtvxudDwWsSpP')):
             found.append(_class(f"[{part}]"))
-        elif part[0] == "\\":
-            found.append(_ESCAPES.get(part[1:], part))
-        elif part == ".":
-            found.append(_class(r"[^\n\r]"))
         else:
-            found.append(_ESCAPES['"'] if part == '"' else part)
+            found.append(_class(r"[^\n\r]") if part == "." else part)
     rest = f"(?:{CHARACTER}|{_ESCAPED})*"
     before, after = rest if is_ended and not is_begun else "", rest if is_begun and not is_ended else ""
     return f"{before}(?:{''.join(found)}){after}"
