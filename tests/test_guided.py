@@ -148,6 +148,7 @@ class TestFromRegex:
             ({"type": "string", "pattern": r"^[\n&&x]\S$"}, [r'"\n\""', '"&y"'], [r'"a\n"', r'"\n\n"']),
             ({"type": "string", "pattern": r"^\x22\u005c\n|\u{41}|\v$"}, ['"A"', r'"\"\\\n"'], ['""\\n"', '"\v"']),
             ({"type": "string", "pattern": "^https?://"}, ['"http://a.b"', r'"https://\n"'], ['"ftp://a.b"']),
+            ({"type": "string", "pattern": "^$|^(a|b)$|^c"}, ['""', '"b"', '"c1"'], ['"a1"', '"1"', '"1c"']),
             ({"type": "string", "pattern": r"\.py$"}, ['"a.py"', '".py"'], ['"a.pyc"']),
             (object_of(a=WHOLE) | {"allOf": [object_of(a=WHOLE, b=WHOLE)]}, ['{"a":1,"b":2}'], ['{"a":1}']),
             (object_of(a=WHOLE) | {"allOf": [{"required": ["b"]}, {"if": {}}]}, ['{"a":1,"b":[]}'], ['{"a":1}']),

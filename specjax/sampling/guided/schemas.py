@@ -218,9 +218,20 @@ def _string(schema: Mapping[str, Any]) -> str | None:
 def _in_string(pattern: str) -> str:
     """Return a pattern that matches texts inside of a JSON string, where some characters are escapes.
 
-    It matches the whole string, but for a pattern with an anchor at one end alone: the other end is open.
+    Each alternative matches the whole string; but one with an anchor at one end alone leaves the other end open.
     """
-    parts = _PARTS.findall(pattern)
+    alternatives, depth = [[]], 0
+    for part in _PARTS.findall(pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and depth == 0:
+            alternatives.append([])
+        else:
+            alternatives[-1].append(part)
+    return f"(?:{'|'.join(map(_alternative, alternatives))})"
+
+
+def _alternative(parts: list[str]) -> str:
+    """Return one alternative of `_in_string`."""
     is_begun, is_ended = parts[:1] == ["^"], parts[-1:] == ["$"]
     found = []
     for part in parts[is_begun : len(parts) - is_ended]:
@@ -232,7 +243,7 @@ def _in_string(pattern: str) -> str:
             found.append(_class(r"[^\n\r]") if part == "." else part)
     rest = f"(?:{CHARACTER}|{_ESCAPED})*"
     before, after = rest if is_ended and not is_begun else "", rest if is_begun and not is_ended else ""
-    return f"{before}(?:{''.join(found)}){after}"
+    return f"{before}{''.join(found)}{after}"
 
 
 def _class(text: str) -> str:
