@@ -218,6 +218,7 @@ class TestFromRegex:
             ({"allOf": [{"properties": [1]}, object_of(a=WHOLE)]}, "schemas of objects"),
             ({"allOf": [object_of(a=WHOLE) | {"required": 5}, {}]}, "schemas of objects"),
             ({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}, "of few levels"),
+            ({"type": "string", "pattern": "a)|(b"}, r"pattern must be a regular expression, got 'a\)\|\(b'"),
             ({"anyOf": []}, "anyOf must hold one or more"),
             ({"type": "object", "required": ["a"], "additionalProperties": False}, "required must name properties"),
             ({"minimum": float("inf")}, "finite numbers"),

@@ -223,6 +223,8 @@ def _in_string(pattern: str) -> str:
     alternatives, depth = [[]], 0
     for part in _PARTS.findall(pattern):
         depth += (part == "(") - (part == ")")
+        if depth < 0:  # it would end the group below
+            raise ValueError(f"pattern must be a regular expression, got {pattern!r}")
         if part == "|" and depth == 0:
             alternatives.append([])
         else:
