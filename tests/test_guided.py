@@ -215,6 +215,7 @@ class TestFromRegex:
             ({"type": "number", "minimum": 1, "exclusiveMaximum": 1}, "minimum of at most its maximum 1, got 1"),
             ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "schemas of objects"),
             ({"allOf": [object_of(a=WHOLE), object_of(a={"type": "null"})]}, "two schemas of 'a'"),
+            ({"allOf": [{"minLength": 1}, object_of(a=WHOLE)]}, "schemas of objects"),
             ({"allOf": [{"properties": [1]}, object_of(a=WHOLE)]}, "schemas of objects"),
             ({"allOf": [object_of(a=WHOLE) | {"required": 5}, {}]}, "schemas of objects"),
             ({"allOf": [{"$ref": "#"}, {"$ref": "#"}]}, "of few levels"),
