@@ -260,6 +260,18 @@ def test_the_best_of_several_trees_is_taken():
     assert np.mean(take_turns(choice, rng, 0.4, of_trees, 5000)[-500:] == 6) > 0.9
 
 
+def test_trees_without_a_chain():
+    """All lengths are trees, or those that are ready so far."""
+    of_trees, rng = {4: 0.9, 6: 0.95}, np.random.default_rng(0)
+    choice = ByStepTimes(StepTimes({1: {4: 1.2, 6: 2.0}}), (4, 6), proposers.ngram(2, tree=7))
+    assert np.mean(take_turns(choice, rng, 0.4, of_trees, 500) == 4) > 0.9
+    choice = beside_a_tree(CHAINS | {6: 1.5})
+    choice.allow([6])
+    assert set(take_turns(choice, rng, 0.4, of_trees, 10)) == {6}
+    choice.allow(sorted(CHAINS | {6: 1.5}))
+    assert len(set(take_turns(choice, rng, 0.9, {6: 0.1}, 500))) > 1
+
+
 def test_a_table_says_which_tree_an_engine_takes():
     lengths, choice = check_choice(None, None, StepTimes({1: CHAINS | {6: 1.5}}), proposers.ngram(2, tree=7))
     assert lengths == (0, 1, 2, 6) and choice.choose(1, 0) in lengths

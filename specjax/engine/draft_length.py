@@ -211,7 +211,9 @@ class ByStepTimes:
         seconds, of_chains = self.times.at(num_running), self._places.tokens()
         tokens = {k: of_chains[k] for k in self._chains}
         tokens |= {k: self._of_trees[k].tokens()[-1] for k in self._tried}
-        chain = max(self._chains, key=lambda k: tokens[k] / seconds[k])
+        if not tokens:  # there is no chain, and no tree has been tried
+            return self._trees[0]
+        chain = max(self._chains, key=lambda k: tokens[k] / seconds[k], default=None)
         best = max(tokens, key=lambda k: (tokens[k] / seconds[k], k == chain))
         speed = tokens[best] / seconds[best]
         trees = [k for k in self._trees if k != best and (1 + self._depth) / seconds[k] > speed]
