@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specjax import metrics, proposers, scorers, verifiers
 from specjax.decoding import log_probs, state_rows, tree_steps
 from specjax.decoding.binding import as_pytrees, of_draft
-from specjax.decoding.checks import check_num_draft_tokens, check_request, step_limit
+from specjax.decoding.checks import as_integers, check_num_draft_tokens, check_request, step_limit
 from specjax.decoding.commits import keep
 from specjax.decoding.drafters import check_pair, in_memory, propose
 from specjax.decoding.feeding import feed_prompts
@@ -116,8 +116,8 @@ def prefill(
             row, page, or token id of prompts or parameters is out of range, or rows share a page that is not theirs to
             share.
     """
-    prompts, lengths = jnp.asarray(prompts), jnp.asarray(lengths)
-    rows = None if rows is None else jnp.asarray(rows)
+    prompts, lengths = as_integers("prompts", prompts, "[B, W]"), as_integers("lengths", lengths, "[B]")
+    rows = None if rows is None else as_integers("rows", rows, "[B]")
     proposer = in_memory(proposer or proposers.none())
     check_pair(model, proposer)
     batch_size = check_request(
@@ -210,10 +210,12 @@ def step(
         The new state, and the record of the step.
 
     Raises:
-        ValueError: the proposer makes more drafts than the one that the state was made with, `rows` are not integers
-            [R] or given where devices share the rows, the target cannot run `prompts` beside a step, or a function
-            returns something else than its protocol says. Outside jit also: a row is out of range, or stands twice.
+        ValueError: `state` is none, the proposer makes more drafts than the one that it was made with, `rows` are not
+            integers [R] or given where devices share the rows, the target cannot run `prompts` beside a step, or a
+            function returns something else than its protocol says. Outside jit also: a row is out of range, or stands
+            twice.
     """
+    _check_state(state)
     proposer = in_memory(proposer or proposers.none())
     check_num_draft_tokens(proposer, state.totals.drafted_at.shape[1])
     options: Any = {"verifier": verifier, "scorer": scorer, "num_logprobs": num_logprobs, "prompts": prompts}
@@ -445,10 +447,11 @@ def generate(
         The last state. The tokens of row b are `state.context.tokens[b, : state.context.length[b]]`, prompt first.
 
     Raises:
-        ValueError: the verifier or scorer cannot be called, an option of the verifier or `max_steps` is out of its
-            range, or `step` raises it.
+        ValueError: `state` is none, the verifier or scorer cannot be called, an option of the verifier or `max_steps`
+            is out of its range, or `step` raises it.
     """
     limit = step_limit(max_steps)
+    _check_state(state)
     verifier, scorer = as_pytrees(verifier, scorer, proposer)
     return _generate(model, proposer, _progress(state), state.sampling, state.keys, verifier, scorer, limit)
 
@@ -465,11 +468,17 @@ def stream(
 
     `generate` describes the arguments. The generator's return value is the last state.
     """
+    _check_state(state)
     verifier, scorer = as_pytrees(verifier, scorer, proposer)
     while bool(jnp.any(state.context.active)):
         state, info = _step(model, proposer, _progress(state), state.sampling, state.keys, verifier, scorer)
         yield info
     return state
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise ValueError(f"state must be a State, as prefill returns it, got {type(state).__name__}")
 
 
 def _progress(state: State) -> State:

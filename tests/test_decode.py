@@ -477,6 +477,13 @@ def test_features_reach_the_proposer():
     assert features.tolist() == [[3, 4, 5]]
 
 
+def test_other_things_than_a_state():
+    target = testing.bigram_model(jnp.zeros((VOCAB, VOCAB)))
+    for call in (decode.generate, decode.step, lambda *given: next(decode.stream(*given))):
+        with pytest.raises(ValueError, match="state must be a State, as prefill returns it, got int"):
+            call(target, None, 5)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -484,6 +491,8 @@ def test_features_reach_the_proposer():
         (dict(prompts=np.zeros((2, 4), np.float32)), r"prompts must be int32 \[B, W\]"),
         (dict(prompts=np.zeros((2, 0), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
         (dict(prompts=np.zeros((2, 17), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
+        (dict(prompts=[[0, 1], [2]]), r"prompts must be int32 \[B, W\], got lists of several lengths"),
+        (dict(prompts="ab"), r"prompts must be int32 \[B, W\], got 'ab'"),
         (dict(lengths=np.ones(3, np.int32)), r"lengths must be int32 of shape \[B\] = \(2,\), got int32 \(3,\)"),
         (dict(lengths=np.ones(2, np.float32)), r"lengths must be int32 of shape \[B\] = \(2,\), got float32"),
         (dict(lengths=np.array([0, 1])), r"lengths must be in \[1, W = 4\], got \[0, 1\]"),

@@ -1,5 +1,7 @@
 """Checks of the arguments of the decoding loop."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,15 @@ import numpy as np
 from specjax.sampling import Sampling
 from specjax.types import Array, Model, Proposer
 from specjax.validation import is_integer, is_traced
+
+
+def as_integers(name: str, given: Any, shape: str) -> Array:
+    """Return an argument as an array; raise ValueError where it cannot be one, as lists of several lengths."""
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError):
+        kind = "lists of several lengths" if isinstance(given, list | tuple) else repr(given)
+        raise ValueError(f"{name} must be int32 {shape}, got {kind}") from None
 
 
 def check_request(
