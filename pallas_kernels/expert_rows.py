@@ -52,10 +52,8 @@ def products(
         [P, N], or with a gate [P, N / 2].
     """
     num_rows, num_chosen = experts.shape
-    num_pairs, num_outputs = (
-        num_rows * (num_chosen + (shared is not None)),
-        weight.shape[1] // (1 if gate is None else 2),
-    )
+    num_pairs = num_rows * (num_chosen + (shared is not None))
+    num_outputs = weight.shape[1] // (1 if gate is None else 2)
     tiling = tiling or default_tiling(weight, num_outputs, num_pairs)
     num_programs = tiling.num_programs_of(num_outputs, num_pairs)
     return call(

@@ -273,6 +273,9 @@ def test_routes_beside_an_mlp(case, router, num_rows, num_parts, is_gated, inter
     without = route(implementation="xla")[0]
     np.testing.assert_allclose(by_xla, without + apart, rtol=1e-5, atol=1e-5)
     assert error(without, expected) > 0.1
+    many = jnp.tile(x, (number, 1))  # which share tiles
+    with pytest.raises(ValueError, match="beside must be None or an MLP that is_joined"):
+        ffn.route(params, many, jnp.tile(logits, (number, 1)), beside=beside)
 
 
 @pytest.mark.parametrize("interpret", INTERPRET)

@@ -367,11 +367,11 @@ class Experts:
         if self.latent_size is not None:
             rows = linear(rows[None], params["latent_in"], transposed=config.transposed)[0]
         beside = None if self.shared is None else Beside(params["shared_gate_up"], params["shared_out"], factor)
-        is_joined = beside is not None and self.is_joined(params, rows, beside)
-        y, experts, weights = self.route(params, rows, logits, beside=beside if is_joined else None)
+        joined = beside if beside is not None and self.is_joined(params, rows, beside) else None
+        y, experts, weights = self.route(params, rows, logits, beside=joined)
         if self.latent_size is not None:
             y = linear(y[None].astype(x.dtype), params["latent_out"], transposed=config.transposed)[0]
-        if self.shared is not None and beside is not None and not is_joined:
+        if self.shared is not None and beside is not None and joined is None:
             y = y + self.shared(beside, x, transposed=config.transposed)
         y = y.reshape(x.shape).astype(x.dtype)
         if config.axis_name is not None:
@@ -455,7 +455,10 @@ class Experts:
 
         Raises:
             NotImplementedError: if the named implementation does not support the case.
+            ValueError: `beside` is not joined, so that kernels would leave it out.
         """
+        if beside is not None and not self.is_joined(params, x, beside):
+            raise ValueError("beside must be None or an MLP that is_joined, got one that is not")
         vectors = {name: params[name] for name in self.router.shapes()}
 
         def by_xla(x: Array, logits: Array, vectors: Params, beside: Beside | None, *matrices: Any):
