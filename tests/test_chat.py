@@ -29,14 +29,18 @@ TEMPLATE = """{{ bos_token }}
     {%- if loop.index0 > 8 %}{% break %}{% endif %}
     {{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token + '\\n' }}
 {%- endfor %}
+{%- set name = 'kept' %}
+{%- generation %}{% set name = 'inner' %}{{ name }}{% endgeneration %}
 {%- set kept = namespace(last=messages[-1] | tojson) %}
-{{- kept.last }}
+{{- name + kept.last }}
+{{- messages[2] | tojson(ensure_ascii=True) + messages[2] | tojson(separators=(',', ':'), sort_keys=True) }}
 {%- if add_generation_prompt %}{{- '\\n<|assistant|>' }}{% endif %}"""
 EXPECTED = """<s><|system|>Say "é" & no more</s>
 <|user|>Hello</s>
 <|assistant|>é</s>
 <|user|>Again</s>
-{"role": "user", "content": "Again"}
+innerkept{"role": "user", "content": "Again"}\
+{"role": "assistant", "content": "\\u00e9"}{"content":"é","role":"assistant"}
 <|assistant|>"""
 TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
 

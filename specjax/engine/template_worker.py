@@ -10,9 +10,10 @@ import json
 import os
 import struct
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 MEMORY = 2**29  # bytes that the process may take beside those that it has when it starts
 MAX_PROMPT_LENGTH = 2**23  # characters that a template may write
@@ -20,20 +21,44 @@ MAX_ERROR_LENGTH = 1000  # characters
 LENGTH = struct.Struct("<Q")  # bytes of a frame
 
 
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON, by the names and the order of arguments that published templates write."""
+    parts = None if separators is None else (separators[0], separators[1])
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=parts, sort_keys=sort_keys)
+
+
 @lru_cache(8)
 def _compiled(template: str) -> Any:
     """Return a template, ready to run in a sandbox, as it is code that comes with the weights."""
     from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.nodes import Scope
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag around the text of the assistant, which is for training alone and writes nothing."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Parser) -> Scope:
+            line = next(parser.stream).lineno
+            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    # Published templates are written for these settings, filters and globals.
+    # Published templates are written for these settings, tags, filters and globals.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)
