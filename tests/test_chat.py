@@ -67,10 +67,17 @@ def test_render(place, tmp_path, jinja2):
     assert render(Checkpoint(tmp_path), MESSAGES) == EXPECTED
 
 
-def test_render_is_that_of_transformers(tmp_path, jinja2):
+@pytest.mark.parametrize(
+    ("early", "tokens"),
+    [("<s>", {"bos_token": "<unk>"}), ("<unk>", {"bos_token": "<s>", "added_tokens_decoder": {}})],
+    ids=["early", "late"],
+)
+def test_render_is_that_of_transformers(early, tokens, tmp_path, jinja2):
+    """The file of special tokens alone is for early checkpoints."""
     transformers = pytest.importorskip("transformers")
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    write_config(tmp_path, chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": early}))
+    write_config(tmp_path, chat_template=TEMPLATE, eos_token="</s>", **tokens)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert render(Checkpoint(tmp_path), MESSAGES) == expected == EXPECTED

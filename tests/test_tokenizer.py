@@ -96,6 +96,7 @@ class TestEndOfSequence:
             ({"config": {"eos_token_id": 7}, "tokenizer_config": {"eos_token": "</s>"}}, (7, 2)),
             ({"generation_config": {"eos_token_id": 2}, "tokenizer_config": {"eos_token": {"content": "</s>"}}}, (2,)),
             ({"tokenizer_config": {"eos_token": None}}, ()),
+            ({"special_tokens_map": {"eos_token": {"content": "</s>"}}}, (2,)),
             ({"config": {"text_config": {"eos_token_id": [7, 8]}}}, (7, 8)),
             ({"config": {"eos_token_id": 9, "text_config": {"eos_token_id": 7}}}, (9,)),
         ],

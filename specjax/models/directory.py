@@ -230,7 +230,8 @@ class Checkpoint:
         """Return the ids of the tokens that end a sequence, without duplicates.
 
         They are the eos_token_id of generation_config.json or, if that file names none, of config.json or of its table
-        text_config, the eos_token of tokenizer_config.json, and the tokens that end a turn of gpt-oss.
+        text_config, the eos_token of tokenizer_config.json or, in early checkpoints, of special_tokens_map.json, and
+        the tokens that end a turn of gpt-oss.
 
         Args:
             vocab_size: V of the model.
@@ -241,7 +242,7 @@ class Checkpoint:
         ids = tokenizers.eos_ids(self.settings("generation_config.json"), vocab_size)
         config = self.settings("config.json")
         ids = ids or tokenizers.eos_ids(config, vocab_size) or tokenizers.eos_ids(_text_part(config), vocab_size)
-        config = self.settings("tokenizer_config.json")
+        config = self._special_settings("eos_token")
         token = tokenizers.token_text(config, "eos_token")
         if token is not None:
             token_id = self.tokenizer().token_to_id(token)
@@ -257,12 +258,18 @@ class Checkpoint:
     def special_tokens(self) -> dict[str, str]:
         """The text of each special token that tokenizer_config.json names, by the name of its field.
 
+        Checkpoints of early tokenizers name them in special_tokens_map.json.
+
         Raises:
-            ValueError: the file is damaged.
+            ValueError: a file is damaged.
         """
-        config = self.settings("tokenizer_config.json")
-        texts = {name: tokenizers.token_text(config, name) for name in SPECIAL_TOKENS}
+        texts = {name: tokenizers.token_text(self._special_settings(name), name) for name in SPECIAL_TOKENS}
         return {name: text for name, text in texts.items() if text is not None}
+
+    def _special_settings(self, name: str) -> ConfigFile:
+        """Return the fields of the file that names a special token, the one that transformers reads."""
+        config, early = self.settings("tokenizer_config.json"), self.settings("special_tokens_map.json")
+        return early if name in early.fields and "added_tokens_decoder" not in config.fields else config
 
     @cached_property
     def template_file(self) -> str | None:
