@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from families import ALL, write
+from safetensors.numpy import load_file, save_file
 
 from specjax.models import Checkpoint, load
 from specjax.models.quantize_files import write_quantized
@@ -23,6 +24,9 @@ CASES = {
     "mistral": "mistral3",
     "mistral4": "mistral3",
     "deepseek_v3": "kimi_k25",
+    "qwen2_window": "qwen2_5_vl",
+    "qwen3": "qwen3_vl",
+    "qwen3_moe_normed": "qwen3_vl_moe",
 }  # model_type, by the case of the text part
 TYPES = ["sliding_attention", "full_attention"]
 BETA = {"rope_type": "default", "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
@@ -44,6 +48,8 @@ def test_images_are_left_out(case, prefix, tmp_path):
     [
         ("gemma3", {"sliding_window_pattern": None, "_sliding_window_pattern": 3, "layer_types": TYPES}),  # as 270M
         ("gemma4", {"global_head_dim": None, "per_layer_config": {"1": {"head_dim": 24, "num_key_value_heads": 1}}}),
+        ("qwen2", {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}),
+        ("qwen3", {"model_type": "qwen3_vl", "rope_scaling": {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}),
     ],
 )
 def test_other_names_of_fields(case, change, tmp_path):
@@ -51,6 +57,20 @@ def test_other_names_of_fields(case, change, tmp_path):
     expected = load(directory).apply.config
     (directory / "config.json").write_text(json.dumps(ALL[case] | change))
     assert load(directory).apply.config == expected
+
+
+def test_experts_of_qwen3_vl_have_the_inputs_of_a_matrix_first(tmp_path):
+    """In released files; transformers may write the outputs first, as other tests have them."""
+    alone = write(tmp_path / "alone", "qwen3_moe_normed")
+    config = {"model_type": "qwen3_vl_moe", "text_config": ALL["qwen3_moe_normed"] | {"norm_topk_prob": None}}
+    released = write(tmp_path / "released", "qwen3_moe_normed", config=config)
+    stored = load_file(released / "model.safetensors")
+    turned = {name: np.ascontiguousarray(x.transpose(0, 2, 1)) for name, x in stored.items() if ".experts." in name}
+    save_file(stored | turned | {"visual.patch_embed.bias": np.ones(4)}, released / "model.safetensors")
+    expected, model = load(alone), load(released)
+    assert model.apply.config == expected.apply.config
+    for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("case", ["gemma3", "mistral"])
@@ -107,6 +127,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ),
         ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type in .* must be 'rope' or 'nope'"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive"),
+        (
+            "qwen3_moe_normed",
+            {"model_type": "qwen3_vl_moe", "norm_topk_prob": False},
+            "norm_topk_prob in .* must be True",
+        ),
+        ("qwen3", {"model_type": "qwen3_vl", "use_sliding_window": True}, "use_sliding_window in .* must be False"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers in .* must be at least 2 times 0 or 1, got \[1\]"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type in .* must be .*'longrope'"),

@@ -43,6 +43,7 @@ from specjax.models.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     seed_oss,
     smollm3,
 )
@@ -94,7 +95,9 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "opt": opt.build,
     "phi3": phi3.build,
     "qwen2": qwen2.build,
+    "qwen2_5_vl": qwen3_vl.build_second,
     "qwen2_moe": qwen2_moe.build,
+    "qwen2_vl": qwen3_vl.build_second,
     "qwen3": qwen3.build,
     "qwen3_5": qwen3_5.build,
     "qwen3_5_moe": qwen3_5.build_moe,
@@ -102,6 +105,8 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "qwen3_5_text": qwen3_5.build,
     "qwen3_moe": qwen3_moe.build,
     "qwen3_next": qwen3_next.build,
+    "qwen3_vl": qwen3_vl.build,
+    "qwen3_vl_moe": qwen3_vl.build_moe,
     "seed_oss": seed_oss.build,
     "smollm3": smollm3.build,
 }

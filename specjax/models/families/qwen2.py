@@ -1,5 +1,7 @@
 """Qwen2 and Qwen2.5: change Llama by biases of query, key and value, and optional windows in the later layers."""
 
+from typing import Any
+
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama
 from specjax.models.layer import Attention, LayerConfig
@@ -7,11 +9,11 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 
-def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Qwen2 or Qwen2.5 checkpoint."""
+def build(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
+    """Build the model of a Qwen2 or Qwen2.5 checkpoint, given further options of `llama.decoder`."""
     config.only("hidden_act", "silu")
     layer = LayerConfig(Attention(has_bias=True))
-    return llama.decoder(config, tensors, llama.windowed(layer, windows(config)))
+    return llama.decoder(config, tensors, llama.windowed(layer, windows(config)), **options)
 
 
 def windows(config: ConfigFile) -> tuple[int | None, ...]:

@@ -1,5 +1,7 @@
 """Qwen3-MoE: changes Qwen3 by mixtures of experts in most layers."""
 
+from typing import Any
+
 from specjax.models.config_file import ConfigFile
 from specjax.models.experts import Experts, SoftmaxTopK
 from specjax.models.families import llama, mixtures, qwen2
@@ -8,8 +10,8 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 
-def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Qwen3-MoE checkpoint."""
+def build(config: ConfigFile, tensors: Tensors, mixture: mixtures.Names | None = None, **options: Any) -> Model:
+    """Build the model of a Qwen3-MoE checkpoint, given the names of its experts and more of `llama.decoder`."""
     config.only("hidden_act", "silu")
     config.only("use_qk_norm", True)  # Qwen3-Coder says what all models of this type have
     bias = config.get("attention_bias", bool, False)
@@ -28,5 +30,6 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         tensors,
         layers,
         expert_size=config.size("moe_intermediate_size"),
-        mixture=mixtures.Names(),
+        mixture=mixture or mixtures.Names(),
+        **options,
     )
