@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import ALL, tokens, write
+from families import ALL, LENGTHS, YARN, tokens, write
 from paged import poisoned, random_table
 from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, whole_logits
@@ -21,6 +21,18 @@ from specjax.models.layer import LayerConfig
 from specjax.models.rope import Rope, YarnScaling
 from specjax.testing import assert_model
 from specjax.types import ModelInput
+
+SCALING = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+V2 = {  # fields of DeepSeek V2 Lite, beside the sizes of "mistral4"
+    "model_type": "deepseek_v2",
+    "rope_parameters": None,
+    "rope_scaling": SCALING,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 pytestmark = pytest.mark.usefixtures("float32_products")
 
@@ -184,12 +196,20 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list in .* must have the value 1 for each layer"),
         ("minimax_m2", {"rotary_dim": 17}, r"rotary_dim in .* must be in \[1, 16\], got 17"),
         ("mistral4", {"n_group": 2}, "n_group in .* must be 1, the only value"),
+        (
+            "mistral4",
+            V2 | {"topk_method": "group_limited_greedy"},
+            "topk_method in .* must be 'greedy', the only value",
+        ),
+        ("mistral4", V2 | {"routed_scaling_factor": 16.0}, "routed_scaling_factor in .* must be 1.0, the only value"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 20}, r"gate_proj.weight in .* must have shape \(20, 32\)"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 2 times 'dense' or 'sparse'"),
         ("glm4_moe_lite", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
         ("deepseek_v3", {"q_lora_rank": 16}, r"q_a_proj.weight in .* must have shape \(16, 32\), got \(20, 32\)"),
         ("deepseek_v3", {"kv_lora_rank": None}, "must have the field kv_lora_rank"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob in .* must be absent or have a value, got null"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave in .* must be absent or have a value, got null"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "head_size must be even"),
         ("deepseek_v3", {"n_group": 8}, "num_groups must leave 2 experts or more for each group, got 8"),
         ("deepseek_v3", {"rope_scaling": {"type": "fancy"}}, "rope_scaling.type in .* must be 'default' or"),
@@ -201,6 +221,29 @@ def test_fields_that_are_refused(case, change, message, tmp_path):
     (directory / "config.json").write_text(json.dumps(ALL[case] | change))
     with pytest.raises(ValueError, match=message):
         load(directory)
+
+
+def test_deepseek_v2_is_mistral4_that_renormalises_nothing(tmp_path):
+    fields = {"norm_topk_prob": False, "rope_parameters": SCALING | {"rope_theta": 500.0, "llama_4_scaling_beta": 0.0}}
+    expected = load(write(tmp_path / "mistral4", "mistral4", config=ALL["mistral4"] | fields))
+    model = load(write(tmp_path / "deepseek_v2", "mistral4", config=ALL["mistral4"] | V2))
+    assert model.apply.config == expected.apply.config
+    for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_logits_of_deepseek_v2_are_those_of_transformers(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import reference
+
+    fields = ALL["mistral4"] | V2 | {"q_lora_rank": None}
+    theirs = reference.make_model({name: value for name, value in fields.items() if name != "rope_parameters"})
+    theirs.save_pretrained(tmp_path)
+    expected, model = reference.logits(theirs, tokens(), LENGTHS), load(tmp_path)
+    assert difference(whole_logits(model), expected) <= TOLERANCE
+    assert difference(incremental_logits(model), expected) <= TOLERANCE
 
 
 def test_a_number_for_each_layer(tmp_path):

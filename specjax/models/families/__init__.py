@@ -10,6 +10,7 @@ from collections.abc import Callable
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import (
     afmoe,
+    deepseek_v2,
     deepseek_v3,
     ernie4_5,
     exaone4,
@@ -52,6 +53,7 @@ from specjax.types import Model
 
 BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
     "afmoe": afmoe.build,
+    "deepseek_v2": deepseek_v2.build,
     "deepseek_v3": deepseek_v3.build,
     "ernie4_5": ernie4_5.build,
     "ernie4_5_moe": ernie4_5.build_moe,

@@ -53,6 +53,7 @@ def with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerC
     """
     config.only("hidden_act", "silu")
     config.only("num_key_value_heads", config.size("num_attention_heads"))
+    config.refuse_null("rope_interleave")
     key_size, rope_size = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     mixer = LatentAttention(
         rank=config.size("kv_lora_rank"),

@@ -32,7 +32,7 @@ def query_scaling(rope: ConfigFile) -> QueryScaling | None:
 
 def build_text(config: ConfigFile, tensors: Tensors, ignored: tuple[str, ...] = ()) -> Model:
     """Build the model of a Mistral Small 4 checkpoint, or of the text part of one, as `mistral.build` does."""
-    config.refuse_null("norm_topk_prob", "rope_interleave")
+    config.refuse_null("norm_topk_prob")
     config = config.with_defaults(rope_parameters=YARN)
     key_size, rope_size = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     rope = config.table("rope_parameters")

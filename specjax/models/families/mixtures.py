@@ -59,6 +59,7 @@ def sigmoid_experts(
     Raises:
         ValueError: a field is missing, has a wrong value, or is not supported.
     """
+    config.refuse_null("norm_topk_prob")
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("moe_layer_freq", 1)
