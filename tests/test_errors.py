@@ -12,6 +12,7 @@ from test_llm import random_tensors, write_checkpoint
 from specjax import LLM, decode, models, proposers, sampling
 from specjax.cli import main
 from specjax.models import checkpoint
+from specjax.models.quantize_files import write_quantized
 from specjax.operations.dispatch import check_implementation
 from specjax.theory import StepTimes
 from specjax.validation import suggestion
@@ -142,11 +143,16 @@ class TestDirectories:
 
     def test_weights_of_torch(self, directory, tmp_path):
         shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-        (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").rename(tmp_path / "consolidated.00.pth")
+        text = "holds weights that torch.save wrote (consolidated.00.pth) and no model.safetensors or pytorch_model.bin"
+        assert message(models.load, tmp_path).startswith(f"{tmp_path} {text}; save")
+        (tmp_path / "consolidated.00.pth").rename(tmp_path / "pytorch_model.bin")
+        assert " must be a whole zip archive, as torch.save writes it" in message(models.load, tmp_path)
         text = "holds weights that torch.save wrote (pytorch_model.bin) and no model.safetensors or model.safetensors."
-        assert message(models.load, tmp_path).startswith(f"{tmp_path} {text}")
+        quantize = partial(write_quantized, out=tmp_path / "out", format="int8")
+        assert message(quantize, models.Checkpoint(tmp_path)).startswith(f"{tmp_path} {text}")
         (tmp_path / "pytorch_model.bin").unlink()
-        assert " has no model.safetensors or model.safetensors.index.json; give" in message(models.load, tmp_path)
+        assert " has no model.safetensors or pytorch_model.bin; give" in message(models.load, tmp_path)
 
     @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
     def test_pointer_of_git(self, directory, tmp_path, name):

@@ -89,7 +89,8 @@ def test_drafters_may_be_files_of_torch(cache, monkeypatch):
     find_drafter("org/name")
     assert fetched == [list(FILES)]
     find_drafter("org/name@v0")
-    assert fetched[1:] == [list(FILES), list(TORCH_FILES)]
+    find_checkpoint("model", "org/name@v0")
+    assert fetched[1:] == 2 * [list(FILES), list(TORCH_FILES)]
     kept = hub_utils.filter_repo_objects(["pytorch_model.bin", "medusa_lm_head.pt", "x.bin"], allow_patterns=fetched[2])
     assert list(kept) == ["pytorch_model.bin", "medusa_lm_head.pt"]
 

@@ -1,12 +1,17 @@
 """Files of torch.save are read without running what they hold."""
 
+import json
 import pickle
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import torch_files
+from families import write
+from safetensors.numpy import load_file
 
+from specjax.models import load
 from specjax.models.tensors import Tensors
 from specjax.models.torch_file import open_torch_file
 
@@ -54,6 +59,23 @@ def test_tensors_of_a_torch_file(tmp_path):
         tensors.integers("half", 4)
     with pytest.raises(ValueError, match=r"tensor map in .* must be of integers of shape \(2,\), got int64 \(3,\)"):
         tensors.integers("map", 2)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_model_in_files_of_torch(num_shards, tmp_path):
+    """As old releases have them."""
+    expected, directory = load(write(tmp_path / "plain", "llama3")), write(tmp_path / "torch", "llama3")
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied, and in the file nevertheless
+    files = [f"pytorch_model-{i}.bin" for i in range(num_shards)] if num_shards > 1 else ["pytorch_model.bin"]
+    weight_map = {name: files[i % num_shards] for i, name in enumerate(tensors)}
+    for file in files:
+        torch_files.write(directory / file, {name: x for name, x in tensors.items() if weight_map[name] == file})
+    if num_shards > 1:
+        (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for one, other in zip(*map(jax.tree.leaves, (load(directory).params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def program(body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint, config.json and safetensors files, as a `Model`."""
+"""Load a Hugging Face checkpoint, config.json and files of tensors, as a `Model`."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
@@ -39,9 +39,9 @@ def load(
 
     Args:
         directory: a `Checkpoint`, or its directory with config.json, and with model.safetensors or the shards that
-            model.safetensors.index.json names. The model must belong to one of the families in
-            `specjax.models.families`. Its tensors must be float32, bfloat16 or float16, or its matrices in codes of a
-            format that docs/models.md names, which stay as they are.
+            model.safetensors.index.json names, or else with pytorch_model.bin or its shards. The model must belong to
+            one of the families in `specjax.models.families`. Its tensors must be float32, bfloat16 or float16, or its
+            matrices in codes of a format that docs/models.md names, which stay as they are.
         dtype: dtype of the parameters and therefore of the computation: float32, bfloat16 or float16.
         sharding: sharding of every parameter; None puts the parameters on the default device. The axes of a mesh must
             have the axis type Auto.

@@ -35,7 +35,8 @@ def lacks(directory: Path, *names: str) -> FileNotFoundError:
     files = sorted(path.name for path in directory.iterdir())
     expected = " or ".join(names)
     inside = sorted(path.parent for folder in ("*", "snapshots/*") for path in directory.glob(f"{folder}/{names[0]}"))
-    torch = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    unread = {".bin", ".pt", ".pth"} - {Path(name).suffix for name in names}
+    torch = [name for name in files if Path(name).suffix in unread]
     if not files:
         cause = f"is empty; it must hold {expected}"
     elif "adapter_config.json" in files:
@@ -45,7 +46,7 @@ def lacks(directory: Path, *names: str) -> FileNotFoundError:
         cause = f"holds a GGUF file and no {expected}; give the path of the file, {str(directory / name)!r}"
     elif inside:
         cause = f"has no {expected}, but a folder in it has; did you mean {str(inside[-1])!r}?"
-    elif torch and not any(name.endswith(".bin") for name in names) and names[0] != "config.json":
+    elif torch and names[0] != "config.json":
         cause = f"holds weights that torch.save wrote ({torch[0]}) and no {expected}; save the model as safetensors"
     else:
         cause = f"has no {expected}; give the directory of a whole checkpoint"

@@ -46,13 +46,13 @@ class StoredArray:
 
 
 def model_files(directory: Path) -> list[Path]:
-    """Return the files with the tensors of a model: model.safetensors, or the shards that its index names.
+    """Return the files with the tensors of a model: safetensors, or else those that torch.save wrote.
 
     Raises:
         FileNotFoundError: there are none, or an index names a file that does not exist.
         ValueError: an index is damaged.
     """
-    return shards_of(directory, "model.safetensors")
+    return _first_of(directory, "model.safetensors", "pytorch_model.bin")
 
 
 def drafter_files(directory: Path) -> list[Path]:
@@ -62,7 +62,13 @@ def drafter_files(directory: Path) -> list[Path]:
         FileNotFoundError: there are none, or an index names a file that does not exist.
         ValueError: an index is damaged.
     """
-    names = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+    return _first_of(
+        directory, "model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+    )
+
+
+def _first_of(directory: Path, *names: str) -> list[Path]:
+    """Return the first of some files that is there, or the shards that its index names."""
     for name in names:
         if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
             return shards_of(directory, name)

@@ -32,7 +32,7 @@ FILES = (  # the files that specjax reads; weights in other formats or in subfol
     "spiece.model",
     "medusa_lm_head.safetensors",
 )
-TORCH_FILES = (  # tensors that torch.save wrote, which are fetched for drafters without safetensors
+TORCH_FILES = (  # tensors that torch.save wrote, which are fetched where there are no safetensors
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "pytorch_model-*.bin",
@@ -61,7 +61,8 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
     if is_local or (is_gguf(name) and Path(name).is_file()):
         return Path(name)
     if name != smollm2.NAME:
-        return _fetch(argument, name, FILES)
+        directory = _fetch(argument, name, FILES)
+        return directory if any(directory.glob("*.safetensors")) else _fetch(argument, name, TORCH_FILES)
     path = smollm2.find_target()
     if path is None:
         raise ValueError(
@@ -72,7 +73,7 @@ def find_checkpoint(argument: str, name: str | Path) -> Path:
 
 
 def find_drafter(name: str | Path) -> Path:
-    """Return the directory of a drafter as `find_checkpoint` does, with the files of torch where no others are there.
+    """Return the directory of a drafter as `find_checkpoint` does.
 
     The name of a head that specjax brings, such as "smollm2-135m-eagle3", stands for it where no directory has it.
 
@@ -80,12 +81,7 @@ def find_drafter(name: str | Path) -> Path:
         ValueError: as `find_checkpoint` does, for the argument `draft`.
     """
     head = None if Path(name).exists() else smollm2.find_head(str(name))
-    if head is not None:
-        return head
-    directory = find_checkpoint("draft", name)
-    if Path(name).exists() or directory.is_file() or any(directory.glob("*.safetensors")):
-        return directory
-    return _fetch("draft", name, TORCH_FILES)
+    return find_checkpoint("draft", name) if head is None else head
 
 
 def _fetch(argument: str, name: str | Path, files: Sequence[str]) -> Path:

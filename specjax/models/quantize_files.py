@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from specjax.models.directory import Checkpoint, check_quantization
-from specjax.models.files import model_files
+from specjax.models.files import shards_of
 from specjax.models.hub import FILES
 from specjax.models.quantized import GROUPS, Quantized, codes_of, format_of, quantize
 from specjax.models.safetensors_file import DTYPES, read_array, read_header
@@ -93,7 +93,7 @@ def _fill(model: Checkpoint, out: Path, format: str) -> tuple[int, int]:
     """Write the files of `write_quantized`, and return the bytes of all tensors before and after."""
     rounded, ignored, weight_map = {}, ["lm_head"], {}
     before = after = 0
-    files = model_files(model.directory)
+    files = shards_of(model.directory, "model.safetensors")
     names = {name for path in files for name in read_header(path)}
     for path in files:
         header = read_header(path)
@@ -131,8 +131,9 @@ def _fill(model: Checkpoint, out: Path, format: str) -> tuple[int, int]:
 
 def _check_files(model: Checkpoint) -> None:
     """Raise ValueError for files that are damaged, and for tensors of dtypes that cannot be copied."""
+    files = shards_of(model.directory, "model.safetensors")
     model.tensors(np.dtype("float32"))  # the package safetensors checks the headers
-    for path in model_files(model.directory):
+    for path in files:
         for name, (_, entry) in read_header(path).items():
             if entry["dtype"] not in DTYPES:
                 known = ", ".join(DTYPES)

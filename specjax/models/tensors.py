@@ -118,7 +118,7 @@ class Tensors:
         directory: directory of the checkpoint.
         dtype: dtype of the arrays.
         sharding: sharding of the arrays; None is the default device.
-        files: the files; None is model.safetensors, or the shards that model.safetensors.index.json names.
+        files: the files; None is the files of a model.
         in_parts: whether tensors are given as `Stored`; they are then on the devices of the sharding in the end.
         scheme: how the files store matrices in codes; None: they store floats.
         quantization: "int8", "int4" or "fp8", to which `matrices` are rounded; None for not at all.
