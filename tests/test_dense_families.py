@@ -73,6 +73,27 @@ def test_experts_of_qwen3_vl_have_the_inputs_of_a_matrix_first(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(("case", "factor"), [("glm4", 1.0), ("glm4_moe", 0.5)])
+def test_text_parts_of_glm_have_biases(case, factor, tmp_path):
+    """Their files do not say it, and may leave out how much of a head turns."""
+    text = {name: x for name, x in ALL[case].items() if name not in ("attention_bias", "partial_rotary_factor")}
+    config = {"model_type": case.replace("4", "4v"), "text_config": text | {"rope_scaling": {"mrope_section": [1]}}}
+    alone = text | {"attention_bias": True, "partial_rotary_factor": factor}
+    directories = {
+        write(tmp_path / "alone", case, config=alone): {},
+        write(tmp_path / "both", case, config=config, renamed=PREFIXES["new"]): {"model.visual.norm": np.ones(4)},
+    }
+    for directory, others in directories.items():
+        stored = load_file(directory / "model.safetensors")
+        inputs = [name for name in stored if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+        biases = {name.replace("weight", "bias"): stored[name][:, 0].copy() for name in inputs}
+        save_file(stored | biases | others, directory / "model.safetensors")
+    expected, model = map(load, directories)
+    assert model.apply.config == expected.apply.config
+    for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("case", ["gemma3", "mistral"])
 def test_tensors_decide_whether_heads_are_tied(case, tmp_path):
     """Where the fields beside and in the text part differ, as files of transformers 5 may have them."""

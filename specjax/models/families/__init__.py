@@ -70,6 +70,8 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "glm4": glm4.build,
     "glm4_moe": glm4_moe.build,
     "glm4_moe_lite": deepseek_v3.build_lite,
+    "glm4v": glm4.build_text,
+    "glm4v_moe": glm4_moe.build_text,
     "gpt_oss": gpt_oss.build,
     "granite": granite.build,
     "granitemoe": granite.build_moe,

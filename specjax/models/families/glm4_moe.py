@@ -4,6 +4,7 @@ from functools import partial
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama, mixtures, ropes
+from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import Attention, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
@@ -11,17 +12,24 @@ from specjax.types import Model
 read_rope = partial(ropes.read, rotary_factor=0.5)
 
 
-def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a GLM-4.5 checkpoint, without its layers for multi-token prediction."""
+def build(config: ConfigFile, tensors: Tensors, others: tuple[str, ...] = ()) -> Model:
+    """Build the model of a GLM-4.5 checkpoint, without its layers for multi-token prediction and other tensors."""
     return llama.decoder(
         config,
         tensors,
         mixtures.after_dense(config, layer(config), 1),
         mixture=mixtures.Names(),
         rope=read_rope,
-        ignored=mixtures.mtp_layers(config),
+        ignored=(*mixtures.mtp_layers(config), *others),
         **mixtures.widths(config),
     )
+
+
+def build_text(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of the text part of a GLM-4.5V checkpoint, which is read without the tensors of its images."""
+    text, tensors = text_part(config, tensors)
+    text.only("use_qk_norm", False)
+    return build(text.with_defaults(attention_bias=True), tensors, OTHERS)
 
 
 def layer(config: ConfigFile) -> LayerConfig:

@@ -9,11 +9,10 @@ from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import mixtures, qwen2, qwen3, qwen3_moe, ropes
-from specjax.models.families.text_part import text_part
+from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
-VISION = "model.visual.*", "visual.*"  # names of tensors that only images pass through
 SECTIONS = "mrope_section", "mrope_interleaved"  # which of the three positions turns a number of a head
 
 
@@ -59,4 +58,4 @@ def _has_inputs_first(text: ConfigFile, tensors: Tensors) -> bool:
 
 def _options(theta: float) -> dict[str, Any]:
     """Return the options of `llama.decoder`, given the default base of the rotation."""
-    return {"ignored": VISION, "rope": partial(ropes.read, theta=theta, ignored=SECTIONS)}
+    return {"ignored": OTHERS, "rope": partial(ropes.read, theta=theta, ignored=SECTIONS)}

@@ -9,6 +9,8 @@ OTHERS = (  # names of tensors that text does not pass through
     "model.vision_tower.*",
     "vision_model.*",
     "model.vision_model.*",
+    "visual.*",
+    "model.visual.*",
     "multi_modal_projector.*",
     "model.multi_modal_projector.*",
     "mm_projector.*",
