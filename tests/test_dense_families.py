@@ -59,17 +59,29 @@ def test_other_names_of_fields(case, change, tmp_path):
     assert load(directory).apply.config == expected
 
 
-def test_experts_of_qwen3_vl_have_the_inputs_of_a_matrix_first(tmp_path):
-    """In released files; transformers may write the outputs first, as other tests have them."""
-    alone = write(tmp_path / "alone", "qwen3_moe_normed")
+@pytest.fixture
+def qwen3_vl_moe(tmp_path):
+    """A checkpoint as it is released: transformers may write the outputs of a stack first, as other tests have them."""
     config = {"model_type": "qwen3_vl_moe", "text_config": ALL["qwen3_moe_normed"] | {"norm_topk_prob": None}}
     released = write(tmp_path / "released", "qwen3_moe_normed", config=config)
     stored = load_file(released / "model.safetensors")
     turned = {name: np.ascontiguousarray(x.transpose(0, 2, 1)) for name, x in stored.items() if ".experts." in name}
     save_file(stored | turned | {"visual.patch_embed.bias": np.ones(4)}, released / "model.safetensors")
-    expected, model = load(alone), load(released)
+    return released
+
+
+def test_experts_of_qwen3_vl_have_the_inputs_of_a_matrix_first(qwen3_vl_moe, tmp_path):
+    expected, model = load(write(tmp_path / "alone", "qwen3_moe_normed")), load(qwen3_vl_moe)
     assert model.apply.config == expected.apply.config
     for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_codes_of_experts_of_qwen3_vl(qwen3_vl_moe, tmp_path):
+    write_quantized(Checkpoint(qwen3_vl_moe), tmp_path / "out", "int8")
+    rounded = load(tmp_path / "out").params, load(qwen3_vl_moe, quantization="int8").params
+    for one, other in zip(*map(jax.tree.leaves, rounded), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
