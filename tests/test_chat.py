@@ -54,10 +54,13 @@ def write_config(directory, **fields):
     (directory / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("place", ["file", "string", "list"])
+@pytest.mark.parametrize("place", ["file", "string", "list", "of images"])
 def test_render(place, tmp_path, jinja2):
     if place == "file":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        write_config(tmp_path, **TOKENS)
+    elif place == "of images":
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
         write_config(tmp_path, **TOKENS)
     elif place == "string":
         write_config(tmp_path, chat_template=TEMPLATE, **TOKENS)

@@ -126,6 +126,7 @@ def test_only_what_is_read_is_fetched():
         "tokenizer_config.json",
         "special_tokens_map.json",
         "chat_template.jinja",
+        "chat_template.json",
         "additional_chat_templates/tool_use.jinja",
         "vocab.json",
         "merges.txt",

@@ -281,14 +281,18 @@ class Checkpoint:
     def chat_template(self) -> str:
         """The template of conversations: chat_template.jinja, or the field chat_template of tokenizer_config.json.
 
+        Early checkpoints that take images may have it in chat_template.json alone.
+
         Raises:
-            ValueError: there is neither, or tokenizer_config.json is damaged.
+            ValueError: there is none, or a JSON file is damaged.
         """
         if self.template_file is not None:
             return self.template_file
         config = self.settings("tokenizer_config.json")
         template = config.fields.get("chat_template")
         template = _named(template, "default") if isinstance(template, list) else template
+        if template is None:
+            template = self.settings("chat_template.json").fields.get("chat_template")
         if not isinstance(template, str):
             expected = f"chat_template.jinja, or chat_template in {config.path.name}, to chat"
             raise ValueError(f"{self.directory} must have {expected}")

@@ -24,6 +24,7 @@ FILES = (  # the files that specjax reads; weights in other formats or in subfol
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     TOOL_TEMPLATE,
     "vocab.json",
     "vocab.txt",
