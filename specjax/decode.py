@@ -17,6 +17,7 @@ from specjax.decoding.drafters import check_pair, in_memory, propose
 from specjax.decoding.feeding import feed_prompts
 from specjax.decoding.log_probs import LogProbs
 from specjax.decoding.mixed_steps import beside
+from specjax.decoding.ragged_steps import within
 from specjax.keys import of_requests, positions
 from specjax.pages import Pages, check_pages, check_pages_of_prompts
 from specjax.parallel import WHOLE, OnMesh, on_devices, shards
@@ -230,7 +231,8 @@ def step(
         model, proposer, keys, context, state.sampling, state.proposer, memory=state.cache
     )
     draft: Any = tree_steps.fit(context, draft)
-    output, cache = scorer(model if prompts is None else beside(model, prompts), context, draft, cache)
+    called = within(model, proposer, draft) if prompts is None else beside(model, prompts)
+    output, cache = scorer(called, context, draft, cache)
     features, of_prompts = (output.features, None) if prompts is None else output.features
     width = proposer.num_draft_tokens
     target = tree_steps.process(state.sampling, output.logits, context, draft, width, axis_name=model.axis_name)

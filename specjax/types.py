@@ -107,6 +107,10 @@ class ModelInput(NamedTuple):
 
     A call of several `groups`, each of which could be a call, has the tokens and positions of all groups, [1, N]: row
     by row, one group after another. Only the groups have the other fields. No group reads what another one writes.
+
+    A call is ragged where N is less than the tokens of its groups. It then has the tokens before `num_tokens` of each
+    row alone, which are N at most, one of each row at least, and copies of its first token after them. The slots of the
+    other tokens of a row may be written with anything.
     """
 
     tokens: Array  # [R, T] int32
@@ -215,7 +219,7 @@ class Chunk(NamedTuple):
     data_fields=["params"],
     meta_fields=[
         *("apply", "init_cache", "vocab_size", "max_length", "takes_pages", "feature_layers", "axis_name"),
-        *("init_rows", "commit", "takes_groups", "max_step"),
+        *("init_rows", "commit", "takes_groups", "takes_ragged", "max_step"),
     ],
 )
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ class Model:
     page for each row. Where `takes_pages` is false, the inputs of a call have neither pages nor rows.
 
     Where `takes_groups` is true, too, `apply` takes packed calls, which have `inputs.pieces`, and calls with
-    `inputs.groups`.
+    `inputs.groups`. Where `takes_ragged` is true, too, these calls may be ragged.
 
     A model in pages that keeps more of a sequence than its slots, such as a recurrent state, has `init_rows`. Its
     `apply` takes and returns a `Memory`, and reads and writes the rows `inputs.rows` of it.
@@ -262,6 +266,7 @@ class Model:
     # call; index 0 is the pending token, and a chain is arange. The first `count` of a row are kept; 0: it did not run.
     commit: Callable[[Memory, ModelInput, Array, Array], Memory] | None = None
     takes_groups: bool = False  # whether `apply` takes packed calls, in pages, and groups of calls
+    takes_ragged: bool = False  # whether `apply` takes ragged groups, which leave padding out
     max_step: int | None = None  # the most tokens of a row that a step may have; None means no limit
 
     def __repr__(self) -> str:

@@ -295,6 +295,14 @@ def takes_groups_for_a_sequence(params, inputs, cache):
     return attends_to_pieces(params, inputs, cache)
 
 
+def takes_ragged_rows_for_whole_ones(params, inputs, cache):
+    if inputs.groups is not None and inputs.groups[0].num_tokens is not None:
+        first = inputs.groups[0]
+        positions = first.positions.reshape(1, -1)[:, : inputs.tokens.shape[1]]
+        inputs = inputs._replace(groups=(first._replace(num_tokens=None),), positions=positions)
+    return attends_to_pieces(params, inputs, cache)
+
+
 def keys_and_values(num_pages, page_size):
     return dict.fromkeys(("key", "value"), jnp.zeros((num_pages, page_size, 1, SIZE)))
 
@@ -307,6 +315,10 @@ def test_packed_calls():
         assert_model(replace(model, apply=takes_the_first_piece_for_all))
     with pytest.raises(AssertionError, match=r"of the inputs.groups of a call"):
         assert_model(replace(model, apply=takes_groups_for_a_sequence))
+    model = replace(model, takes_ragged=True)
+    assert_model(model)
+    with pytest.raises(AssertionError, match=r"fewer tokens than these have, each .* set takes_ragged to False"):
+        assert_model(replace(model, apply=takes_ragged_rows_for_whole_ones))
 
 
 def bare_array(table, inputs, cache):

@@ -30,7 +30,7 @@ def run(model: Model, inputs: ModelInput, memory: PyTree) -> tuple[ModelOutput, 
             logits are not floating numbers [R, T, V], or its cache has not the structure, dtypes and shapes of the one
             it was given. The error comes when the call is traced.
     """
-    check_groups(inputs, model.takes_groups)
+    check_groups(inputs, model.takes_groups, model.takes_ragged)
     for call in inputs.groups or (inputs,):
         check_pieces(call, model.takes_groups)
     if inputs.pages is not None:

@@ -23,7 +23,7 @@ from specjax.models.latent_heads import Expand, HeadMatrices
 from specjax.models.linear import Norm, rms_norm
 from specjax.models.rope import Rotation, rotate
 from specjax.operations.dispatch import dispatch
-from specjax.operations.groups import split
+from specjax.operations.groups import joined, split
 from specjax.operations.pieces import by_tile, in_tiles
 from specjax.pages import in_pool, read_slots, write_slots
 from specjax.types import Array, ModelInput, PyTree
@@ -204,7 +204,7 @@ class Grouped:
         for one, part in zip(self.groups, split(self.call, values), strict=True):
             result, cache = attend(replace(one, cache=cache), part)
             attended.append(result)
-        return jnp.concatenate(attended, axis=1), cache
+        return joined(self.call, attended), cache
 
 
 def cache_scales(params: Mapping[str, Any]) -> CacheScales | None:

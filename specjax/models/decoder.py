@@ -349,4 +349,5 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         commit=recurrent.commit,
         max_step=recurrent.MAX_STEP,
         takes_groups=False,
+        takes_ragged=False,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax.models.linear import lookup
 from specjax.models.quantized import Quantized
-from specjax.operations.groups import split
+from specjax.operations.groups import is_ragged, split
 from specjax.parallel import OnMesh, of_one_device, shards
 from specjax.parallel.links import sum_over
 from specjax.types import Array, Features, Model, ModelInput, ModelOutput, PyTree
@@ -124,6 +124,7 @@ def network_model(network: Network, config: NetworkConfig, params: PyTree, featu
         max_length=config.max_length,
         takes_pages=True,
         takes_groups=True,
+        takes_ragged=True,
     )
     return with_feature_layers(model, feature_layers)
 
@@ -165,9 +166,9 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
 def by_group(inputs: ModelInput, hidden: Array, head: Callable[[Array], Array]) -> Array:
     """Return the logits [B, T, V] of hidden states [B, T, H], with a product for each group of a call.
 
-    The compiler leaves a product out where nothing reads the logits of its group.
+    The compiler leaves a product out where nothing reads the logits of its group. A ragged call has one product.
     """
-    if inputs.groups is None:
+    if inputs.groups is None or is_ragged(inputs):
         return head(hidden)
     return jnp.concatenate([head(part) for part in split(inputs, hidden)], axis=1)
 

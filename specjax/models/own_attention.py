@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from specjax.models.attention import Cache, attend_to_cache, attention_mask, num_slots
-from specjax.operations.groups import split
+from specjax.operations.groups import joined, split
 from specjax.operations.pieces import by_tile, in_tiles
 from specjax.types import Array, ModelInput
 
@@ -24,8 +22,8 @@ def cached_attention(
     """Write the keys and values of a call to their cache slots, and attend from its queries to all slots that they see.
 
     A model that attends by this function keeps the contract of `Model`, with a dense cache and with pages
-    (`takes_pages=True`), in chains, in trees (`inputs.mask`), and in packed calls and groups of calls
-    (`takes_groups=True`). On NVIDIA GPUs kernels run where they support it.
+    (`takes_pages=True`), in chains, in trees (`inputs.mask`), in packed calls and groups of calls
+    (`takes_groups=True`), and in ragged ones (`takes_ragged=True`). On NVIDIA GPUs kernels run where they support it.
 
     Args:
         query: [R, T, heads, head size] floats, turned by rotary embeddings where the model has them.
@@ -63,7 +61,7 @@ def cached_attention(
             of_call: dict[str, Any] = {"memory": memory, "inputs": group, "scale": scale, "window": window}
             of_group, memory = cached_attention(*in_tiles(group, part), **of_call, softcap=softcap)
             of_groups.append(of_group.reshape(part[0].shape))
-        return jnp.concatenate(of_groups, axis=1), memory
+        return joined(inputs, of_groups), memory
     if is_packed:
         inputs = by_tile(inputs)
         query, key, value = in_tiles(inputs, (query, key, value))

@@ -17,6 +17,7 @@ from specjax.proposers.ngram import NGram, ngram
 from specjax.proposers.none import NoDrafts, none
 from specjax.proposers.p_eagle import p_eagle
 from specjax.proposers.self_draft import SelfDraft, self_draft
+from specjax.proposers.within_budget import WithinBudget, within_budget
 
 __all__ = [
     "Assistant",
@@ -31,6 +32,7 @@ __all__ = [
     "NGram",
     "NoDrafts",
     "SelfDraft",
+    "WithinBudget",
     "dflash",
     "dflash2",
     "draft_model",
@@ -48,4 +50,5 @@ __all__ = [
     "none",
     "p_eagle",
     "self_draft",
+    "within_budget",
 ]

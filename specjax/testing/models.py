@@ -1,7 +1,7 @@
 """A verdict on a model, which says whether it keeps the contract of `specjax.types.Model`."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding.calls import check_result
-from specjax.testing.packed import logits_of_pieces
+from specjax.testing.packed import logits_of_pieces, logits_of_ragged_step
 from specjax.testing.recurrent import check_states
 from specjax.types import Model, ModelInput, ModelOutput, PyTree
 from specjax.validation import is_integer
@@ -28,8 +28,9 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
     The model is run on a few random tokens. One call over all of them gives the expected logits. The calls that a
     decoding loop makes must give the same logits: chunks, rows at different lengths, padded prompts, tokens that are
     fed again, rejected drafts that are overwritten, calls that pass the end of the cache, trees if the model reads
-    `ModelInput.mask`, a pool of pages if it takes pages, and packed calls if it takes these. A model with `commit` gets
-    other calls: after each of them its state must be the state of plain decoding, whatever the calls before kept.
+    `ModelInput.mask`, a pool of pages if it takes pages, and packed and ragged calls if it takes these. A model with
+    `commit` gets other calls: after each of them its state must be the state of plain decoding, whatever the calls
+    before kept.
     Matrices are multiplied with precision "highest" for these calls, so that rounding is not taken for a mistake.
 
     Args:
@@ -75,6 +76,8 @@ def assert_model(model: Model, *, tolerance: float | None = None) -> None:
             _check_pages(trial)
         if model.takes_pages and model.takes_groups:
             _check_packed_calls(trial)
+        if model.takes_pages and model.takes_groups and model.takes_ragged:
+            _check_ragged_calls(trial)
     _check_closure(model)
     _check_identity(model)
 
@@ -432,11 +435,26 @@ def _check_packed_calls(trial: _Trial) -> None:
         "in this call included, and so does each token of the inputs.groups of a call",
         "Attend with models.cached_attention, which finds groups and the tiles of pieces, or set takes_groups to False",
     )
-    order = np.random.default_rng(2).permutation(NUM_PAGES).astype(np.int32)
-    pages = order[: BATCH_SIZE * NUM_TOKENS // PAGE_SIZE].reshape(BATCH_SIZE, -1)
+    pages = np.random.default_rng(2).permutation(NUM_PAGES).astype(np.int32)
+    pages = pages[: BATCH_SIZE * NUM_TOKENS // PAGE_SIZE].reshape(BATCH_SIZE, -1)
+    _check_calls(trial, promise, pages, logits_of_pieces)
+
+
+def _check_ragged_calls(trial: _Trial) -> None:
+    """Feed rows of other numbers of tokens without padding, to a pool with NaN elsewhere."""
+    promise = _Promise(
+        "with inputs.groups and fewer tokens than these have, each token sees its own row alone",
+        "Attend with models.cached_attention, which finds the rows of a ragged call, or set takes_ragged to False",
+    )
+    pages = np.random.default_rng(3).permutation(NUM_PAGES).astype(np.int32)
+    pages = pages[: BATCH_SIZE * NUM_TOKENS // PAGE_SIZE].reshape(BATCH_SIZE, -1)
+    _check_calls(trial, promise, pages, logits_of_ragged_step)
+
+
+def _check_calls(trial: _Trial, promise: _Promise, pages: np.ndarray, logits_of: Callable[..., Iterator]) -> None:
     paged = trial._replace(pages=pages)
     cache = _poisoned(paged.new_cache(), ~np.isin(np.arange(NUM_PAGES), pages))
-    for row, first, logits in logits_of_pieces(trial.model, _call, trial.tokens, pages, cache):
+    for row, first, logits in logits_of(trial.model, _call, trial.tokens, pages, cache):
         paged.compare(promise, logits, first, np.array([row]))
 
 
