@@ -1,5 +1,6 @@
 """The kernels of gated delta nets: interpreted and on a GPU against XLA, and compiled for an H100."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,7 +10,11 @@ import pytest
 from lowering import compile_for_sm90, triton_kernels
 
 from pallas_kernels import delta_net as kernels
+from specjax.models import delta_net
+from specjax.models.decoder import DecoderConfig
 from specjax.models.delta_net import DeltaNet, delta_rule
+from specjax.models.layer import Sublayer
+from specjax.models.linear import Norm, linear_of_two
 from specjax.models.recurrent import MAX_STEP, NUM_SLOTS, RowMemory
 
 INTERPRET = [True, pytest.param(False, marks=pytest.mark.gpu)]
@@ -109,6 +114,25 @@ def test_chunks(interpret):
     assert error(got, expected) < tolerance
     assert error(after, state) < tolerance
     assert error(after[1], delta_rule(operands[0], *(x[:, :90] for x in operands[1:]))[1][1]) < tolerance
+
+
+@pytest.mark.parametrize("interpret", INTERPRET)
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_projections(by_heads, interpret, monkeypatch):
+    """The kernel that norms a few tokens for both matrices, with an offset of the scale as Qwen has it."""
+    config = DecoderConfig(512, 64, 2, 4, 2, 16, 128, 256, transposed=True, norm_offset=1.0)
+    net = replace(NET, by_heads=by_heads)
+    params = {name: numbers(*net.shapes(config, 64)[name]).astype(jnp.bfloat16) for name in ("delta_in", "delta_rates")}
+    x = numbers(2, 3, 64, seed=3).astype(jnp.bfloat16)
+    call = Sublayer(x, Norm(numbers(64, seed=4).astype(jnp.bfloat16), 1e-6, config.norm_offset), x)
+
+    def project(implementation):
+        monkeypatch.setattr(delta_net, "linear_of_two", partial(linear_of_two, implementation=implementation))
+        return jax.jit(lambda: net._project(config, params, call))()
+
+    for got, expected in zip(project(implementation(interpret)), project("xla"), strict=True):
+        assert got.shape == expected.shape
+        assert error(got.astype(jnp.float32), np.asarray(expected, np.float32)) < 1e-2
 
 
 def test_unsupported():

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from lowering import compile_for_sm90, triton_kernels
+from test_quantized import fabricated
 
 from pallas_kernels import linear as one_row
 from pallas_kernels import matmul as few_rows
 from pallas_kernels.linear import linear
 from pallas_kernels.matmul import Tiling, matmul
+from pallas_kernels.quantized import Quantized
 from specjax.models import linear as models
 
 EPSILON = 1e-3
@@ -251,6 +254,107 @@ def test_implementations_agree(num_tokens, dtype):
     with jax.default_matmul_precision("highest"):  # a GPU would multiply float32 in TF32
         expected = run(implementation="xla")
     np.testing.assert_allclose(run(implementation="interpret"), expected, rtol=1e-4, atol=1e-4)
+
+
+def two_matrices(code, size, num_outputs, num_small):
+    """Return a matrix, of codes or of bfloat16, and a small one beside it, and the numbers of both."""
+    _, small, scale, _ = operands(size, num_small, jnp.bfloat16, 1)
+    if code is None:
+        weight = operands(size, num_outputs, jnp.bfloat16, 1)[1][::-1]
+        return (weight, small, scale), [np.asarray(one, np.float64) for one in (weight, small)]
+    weight, floats = fabricated(code, num_outputs, size)
+    return (weight, small, scale), [floats.astype(np.float64), np.asarray(small, np.float64)]
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("code", [None, "e4m3 in blocks"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (1, 8), (3, 3)])
+def test_two_products_after_one_norm(shape, code, interpret):
+    """Rows of which a kernel norms a few for both products, with an offset of the scale; sizes that no tile divides."""
+    (weight, small, scale), (floats, of_small) = two_matrices(code, 300, 130, 7)
+    x = (5 * jax.random.normal(jax.random.key(4), (*shape, 300))).astype(jnp.bfloat16)
+    norm = models.Norm(scale, EPSILON, 1.0)
+    run = jax.jit(partial(models.linear_of_two, transposed=True, norm=norm), static_argnames="implementation")
+    normed = np.asarray(models.rms_norm(x.astype(jnp.float32), norm), np.float64)
+    by_xla = run(x, weight, small, implementation="xla")
+    by_default = run(x, weight, small)
+    by_kernels = run(x, weight, small, implementation="interpret" if interpret else "pallas")
+    for i, matrix in enumerate((floats, of_small)):
+        expected = normed @ matrix.T
+        for got in (by_xla[i], by_default[i], by_kernels[i]):
+            assert got.shape == (*shape, len(matrix)) and got.dtype == jnp.bfloat16
+            np.testing.assert_allclose(
+                np.asarray(got, np.float64), expected, rtol=2e-2, atol=1e-2 * np.abs(expected).max()
+            )
+
+
+@pytest.mark.cpu  # where the products of floats have the same bits
+@pytest.mark.parametrize(("dtype", "shape", "transposed"), [(jnp.float32, (1, 4), True), (jnp.bfloat16, (2, 2), False)])
+def test_two_products_are_those_of_linear(dtype, shape, transposed):
+    """In float32 and with matrices that no kernel takes, and without a norm."""
+    _, weight, scale, _ = operands(72, 12, dtype, 1)
+    weight, small = (one if transposed else one.T for one in (weight, weight[3:6]))
+    x = jax.random.normal(jax.random.key(4), (*shape, 72)).astype(dtype)
+    for norm in ((scale, EPSILON), None):
+        both = models.linear_of_two(x, weight, small, transposed=transposed, norm=norm)
+        for got, matrix in zip(both, (weight, small), strict=True):
+            np.testing.assert_array_equal(got, models.linear(x, matrix, transposed=transposed, norm=norm))
+
+
+def shapes_of_two(num_tokens, size, num_outputs, num_small, dtype=jnp.bfloat16):
+    """Describe the operands of two products, of which the large matrix has codes."""
+    shape = jax.ShapeDtypeStruct
+    words = shape((num_outputs, size // 4), jnp.int32)
+    scale = shape((num_outputs // 128, size // 128), jnp.float32)
+    weight = Quantized(words, scale, None, bits=8, code="e4m3", group=(128, 128))
+    small, factors = shape((num_small, size), dtype), shape((size,), dtype)
+    return shape((1, num_tokens, size), dtype), weight, small, factors
+
+
+def two_products(x, weight, small, scale):
+    return models.linear_of_two(x, weight, small, transposed=True, norm=(scale, EPSILON))
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(1, jnp.bfloat16), (9, jnp.bfloat16), (4, jnp.float32)])
+def test_rows_that_each_product_norms(num_tokens, dtype):
+    found = triton_kernels(two_products, *shapes_of_two(num_tokens, 2048, 1024, 64, dtype))
+    assert "_rows_kernel" not in [kernel.name for kernel in found]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 8])
+def test_a_few_rows_are_normed_once(num_tokens):
+    found = triton_kernels(two_products, *shapes_of_two(num_tokens, 2048, 1024, 64))
+    assert [kernel.name for kernel in found][:2] == ["_rows_kernel", "_arrange_kernel"]
+    assert ["rsqrt" in kernel.triton_ir for kernel in found] == [True, *[False] * (len(found) - 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "num_small"), [(2048, 64), (5120, 96)])
+def test_a_norm_with_a_small_product_compiles_without_spilling(size, num_small, tmp_path):
+    pytest.importorskip("triton")
+    first, *_ = triton_kernels(two_products, *shapes_of_two(4, size, 1024, num_small))
+    resources = compile_for_sm90(first, tmp_path)
+    assert first.name == "_rows_kernel" and resources.spilled_bytes == resources.stack_bytes == 0, resources
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_share_the_outputs_of_two_products(check_vma):
+    """Rows that are the same on each device stay so where JAX checks it."""
+    (weight, small, scale), _ = two_matrices(None, 96, 12, 6)
+    x = jax.random.normal(jax.random.key(4), (1, 4, 96)).astype(jnp.bfloat16)
+    whole, parts = PartitionSpec(), PartitionSpec("tensor")
+    shared = jax.shard_map(
+        two_products,
+        mesh=Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)),
+        in_specs=(whole, parts, parts, whole),
+        out_specs=PartitionSpec(None, None, "tensor"),
+        check_vma=check_vma,
+    )
+    with jax.default_device(jax.devices("cpu")[0]):
+        for got, expected in zip(
+            jax.jit(shared)(x, weight, small, scale), two_products(x, weight, small, scale), strict=True
+        ):
+            np.testing.assert_allclose(*(np.asarray(one, np.float32) for one in (got, expected)), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.cpu  # other devices multiply a few rows at the speed of one

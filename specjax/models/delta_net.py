@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import delta_net as kernels
-from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
-from specjax.models.linear import rms_norm
+from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape
+from specjax.models.linear import linear_of_two, rms_norm
 from specjax.models.recurrent import Recurrent, RowMemory, by_chunks, decay_factors
 from specjax.models.rope import Rotation
 from specjax.operations.dispatch import dispatch
@@ -62,8 +62,8 @@ class DeltaNet(Recurrent):
         The inputs are the first C numbers of each token in an array that may have more, which kernels read as it is.
         """
         shape, heads = call.x.shape[:2], self.num_value_heads
-        mixed = product(config, params, "delta_in", call.x, norm=call.norm)
-        rates = product(config, params, "delta_rates", call.x, norm=call.norm)
+        matrices = params["delta_in"], params["delta_rates"]
+        mixed, rates = linear_of_two(call.x, *matrices, transposed=config.transposed, norm=call.norm)
         if self.by_heads:
             share = heads // self.num_key_heads
             sizes = (self.key_size, self.key_size, share * self.value_size, share * self.value_size)

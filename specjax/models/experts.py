@@ -21,7 +21,7 @@ from pallas_kernels.quantized import unsupported_weight
 from pallas_kernels.row_choice import Largest
 from specjax.models.expert_tiles import share_no_tiles, sizes_of_tiles, tiles_of
 from specjax.models.layer import ACTIVATIONS, Params, Shapes, Sublayer, matrix_shape, norm_of, times
-from specjax.models.linear import Norm, linear, rms_norm, with_scale
+from specjax.models.linear import NORMED_ROWS, Norm, linear, rms_norm, with_scale
 from specjax.models.quantized import Quantized, dequantize
 from specjax.operations.dispatch import dispatch, has_static_shape
 from specjax.parallel.links import sum_over
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MIN_TILE, MAX_TILE = 8, 256  # rows of an expert that XLA multiplies at a time
 FEW_PAIRS = 16  # pairs of a row and an expert that kernels multiply apart even if pairs share experts; codes of 4 bits
 MIN_SUM = 1e-12  # the least sum that weights are divided by; corrections may choose experts without probability
-ROUTED_ROWS = 8  # rows of 16 bits whose logits a kernel computes, each by itself
 FEW_ROWS = 64  # rows whose largest scores are found by comparing each with each
 Chosen = tuple[Array, Array]  # experts [T, k] int32 of each row, and their weights [T, k] float32
 
@@ -656,8 +655,8 @@ def normed_and_logits(
     def reason(x: Array, router: Array | Quantized, scale: Array | None, more: Array | Quantized | None) -> str | None:
         if isinstance(router, Quantized) or isinstance(more, Quantized) or x.dtype == jnp.float32:
             return "the kernel takes rows and a router of 16 bits, so that in float32 no logit depends on other rows"
-        if x.shape[0] > ROUTED_ROWS:
-            return f"the kernel takes at most {ROUTED_ROWS} rows, got {x.shape[0]}"
+        if x.shape[0] > NORMED_ROWS:
+            return f"the kernel takes at most {NORMED_ROWS} rows, got {x.shape[0]}"
         of_more = None if more is None else one_row.unsupported(x[0], more)
         return of_more or one_row.unsupported(x[0], router)
 

@@ -19,6 +19,7 @@ from specjax.operations.dispatch import dispatch, has_static_shape, is_partition
 from specjax.types import Array
 
 FEW_ROWS = 8  # rows up to which CPUs multiply matrices of floats in chunks of inputs
+NORMED_ROWS = 8  # rows of 16 bits that a kernel norms and multiplies by a small matrix, each by itself
 
 
 class Norm(NamedTuple):
@@ -120,6 +121,72 @@ def linear(
         is_worthwhile=is_worthwhile,
         implementation=implementation,
     )
+
+
+def linear_of_two(
+    x: Array,
+    weight: Array | Quantized,
+    small: Array | Quantized,
+    *,
+    transposed: bool = False,
+    norm: Norm | tuple[Array, float] | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Multiply x [B, T, D] by a weight and by a small matrix, after one norm.
+
+    A kernel norms from 2 to 8 rows of 16 bits where it multiplies them by the small matrix, and the product with the
+    weight reads them from it. Other rows are normed by each of the two products, as `linear` does it.
+
+    Args:
+        x: [B, T, D] floats.
+        weight: as `linear` takes it.
+        small: a second matrix, of some hundred outputs at most, as `linear` takes it.
+        transposed: whether matrices of floats are [N, D].
+        norm: scale [D], epsilon and offset of a root-mean-square norm of x, which comes first; None for none.
+        implementation: "xla", "pallas", "interpret", or None: the kernels on CUDA where they are faster.
+
+    Returns:
+        The products [B, T, N] with the weight, and [B, T, M] with the small matrix.
+
+    Raises:
+        NotImplementedError: if the named implementation does not support the case.
+    """
+    before = None if norm is None else Norm.of(norm)
+    product = partial(linear, transposed=transposed, implementation=implementation)
+
+    def by_xla(x: Array, small: Array, scale: Array | None) -> tuple[Array, Array]:
+        own = with_scale(before, scale)
+        rows = x if own is None else rms_norm(x, own)
+        return rows, _by_xla(rows, small, None, None, transposed=True, norm=None, activation=None, dtype=x.dtype)
+
+    def by_kernel(x: Array, small: Array, scale: Array | None, *, interpret: bool) -> tuple[Array, Array]:
+        own, flat = with_scale(before, scale), x.reshape(-1, x.shape[2])
+        y, _, rows = one_row.linear_after_norm(flat, small, own, dtype=x.dtype, interpret=interpret)
+        return rows.reshape(x.shape), y.reshape(*x.shape[:2], -1)
+
+    if not transposed or not _are_normed_together(x, small):
+        return product(x, weight, norm=before), product(x, small, norm=before)
+    rows, of_small = dispatch(
+        (x, small, None if before is None else before.scale),
+        xla=by_xla,
+        pallas=by_kernel,
+        reason=lambda x, small, scale: one_row.unsupported(x[0, 0], small),
+        implementation=implementation,
+    )
+    return product(rows, weight), of_small
+
+
+def _are_normed_together(x: Array, small: Array | Quantized) -> bool:
+    """Return whether one kernel norms rows and multiplies them by a small matrix.
+
+    The rows that it returns would differ from device to device, as far as JAX knows, where the matrix does.
+    """
+    if isinstance(small, Quantized) or not has_static_shape(x) or not 2 <= x.shape[0] * x.shape[1] <= NORMED_ROWS:
+        return False
+    if x.dtype == jnp.float32 or one_row.unsupported(x[0, 0], small) is not None:
+        return False
+    axes = [jax.typeof(one).manual_axis_type.varying for one in (x, small)]
+    return axes[1] <= axes[0]
 
 
 def _by_xla(x: Array, weight: Array | Quantized, scale: Array | None, residual: Array | None, **static) -> Array:
