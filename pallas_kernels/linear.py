@@ -2,8 +2,8 @@
 
 The kernel is bound by memory: it reads the matrix once. A program computes one output at a time, and loads the matrix
 block of the next output before it finishes this one. The norm of the input scales the sums at the end, so that no load
-waits for it. A router multiplies each of a few rows by itself: its matrix is small, and the rows after the first read
-it from the cache.
+waits for it. Each of a few rows is multiplied by itself where the matrix is small, as a router's matrix is: the
+rows after the first read it from the cache.
 """
 
 from collections.abc import Callable
