@@ -461,12 +461,15 @@ class TestParams:
             *(("max_tokens", x) for x in (0, 1.5, 2**31, None)),
             *(("min_tokens", x) for x in (-1, 17, None)),
             *(("stop", x) for x in ("", ["a", ""], [1], 3, "\udcff")),
-            *(("stop_token_ids", x) for x in ([-1], [1.5], [2**31], ["a"], 3, "a")),
+            *(("stop_token_ids", x) for x in ([-1], [1.5], [2**31], ["a"], 3, "a", b"a", {3: 1})),
             *((f"{kind}_penalty", x) for kind in ("presence", "frequency") for x in (2.1, -2.1, float("nan"), None)),
             *(("repetition_penalty", x) for x in (0, -1, 1e-50, 1e60, float("inf"), None)),
             *(("logit_bias", x) for x in ({-1: 1}, {1: 101}, {1: float("nan")}, {"a": 1}, {1: None}, [1], {1: True})),
             *(("allowed_token_ids", x) for x in ([], [-1], [1.5], 3)),
-            *(("bad_words", x) for x in ("", [""], ["a\ud800"], [[]], [[-1]], ["a", [1.5]], [3], 3)),
+            *(
+                ("bad_words", x)
+                for x in ("", [""], ["a\ud800"], [[]], [[-1]], ["a", [1.5]], [3], 3, [b"ab"], [{3, 7}], [{3: 7}])
+            ),
             *(("logits_processors", x) for x in ([3], ["f"], double_last, [Unhashable()])),
             *(("guided_decoding", x) for x in ("[a-z]", {"regex": "a"})),
             *(("n", x) for x in (0, 1.5, None, True)),

@@ -1,7 +1,7 @@
 """The sampling parameters of one request, and their checks."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ LogitsProcessor = Callable[[Array, Context], Array]
 _MAX_INT = np.iinfo(np.int32).max
 _IDS = f"ids in [0, {_MAX_INT}]"
 _TEXTS = "non-empty strings that UTF-8 can encode"
+_NO_SEQUENCES = bytes | bytearray | Mapping  # their elements would pass for token ids or strings
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _POSITIVE = f"[{_LEAST:.1e}, {_MOST:.1e}]"
 
@@ -166,7 +167,7 @@ class SamplingParams:
         def as_tuple(name: str) -> tuple:
             value = getattr(self, name)
             value = () if value is None else (value,) if isinstance(value, str) else value
-            self._require(name, "a sequence", isinstance(value, Iterable))
+            self._require(name, "a sequence", isinstance(value, Iterable) and not isinstance(value, _NO_SEQUENCES))
             return tuple(value)
 
         stop = as_tuple("stop")
@@ -180,7 +181,7 @@ class SamplingParams:
         allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
         self._require("allowed_token_ids", f"None or one or more {_IDS}", allowed != () and _are_ids(allowed or ()))
         bad_words = tuple(
-            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str) else word
+            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str | Set | _NO_SEQUENCES) else word
             for word in as_tuple("bad_words")
         )
         are_words = all(_is_text(w) or (isinstance(w, tuple) and w and _are_ids(w)) for w in bad_words)
