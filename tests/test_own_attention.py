@@ -83,8 +83,11 @@ TOKENIZER = SimpleNamespace(get_vocab_size=lambda: 5)
 
 class TestLLM:
     def test_of_a_model(self):
-        llm = LLM.of(MODEL, TOKENIZER, proposers.ngram(2), eos_token_ids=[4], max_length=9)
+        proposer = proposers.ngram(np.uint8(2))
+        llm = LLM.of(MODEL, TOKENIZER, proposer, eos_token_ids=[4], max_length=np.int64(9), num_slots=np.uint8(200))
         assert (llm.max_length, llm.eos_token_ids, llm.proposer.num_draft_tokens) == (9, (4,), 2)
+        # Sums in a small type of NumPy would overflow.
+        assert {type(n) for n in (llm.max_length, llm.setup.room, llm.num_slots, proposer.num_draft_tokens)} == {int}
         assert llm.plain().proposer.num_draft_tokens == 0
         with pytest.raises(ValueError, match="messages need a chat template"):
             llm.encode_chat([{"role": "user", "content": "a"}])
@@ -98,6 +101,8 @@ class TestLLM:
             ({"eos_token_ids": [5]}, r"eos_token_ids must be ids in \[0, 5\), got \[5\]"),
             ({"max_length": None}, "max_length must be an integer for a model without a limit, got None"),
             ({"max_length": 1}, "max_length must be in"),
+            ({"num_slots": 0}, "num_slots must be None or an integer >= 1, got 0"),
+            ({"verifier": "block"}, "verifier must be a function such as specjax.verifiers.block, got 'block'"),
             ({"proposer": proposers.draft_model(Model({}, len, len, 3), 2)}, "draft must have"),
         ],
     )

@@ -484,6 +484,20 @@ class TestParams:
         with pytest.raises(ValueError, match=f"{name} must be"):
             SamplingParams(**{name: value})
 
+    def test_numbers_of_numpy(self):
+        """They become numbers of Python, because the sum of a small type and a length would overflow."""
+        plain = {
+            **{"n": 2, "best_of": 3, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.25, "seed": -3},
+            **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "ignore_eos": True},
+            **{"max_tokens": 100, "min_tokens": 2, "logprobs": 2, "prompt_logprobs": 2, "truncate_prompt_tokens": 9},
+        }
+        lists = {"stop_token_ids": [7], "allowed_token_ids": [1, 2], "bad_words": [[3, 4]], "logit_bias": {5: 0.5}}
+        types = {int: np.int8, float: np.float16, bool: np.bool}
+        given = {name: types[type(value)](value) for name, value in plain.items()}
+        given |= {name: np.array(lists[name], np.uint8) for name in lists if name != "logit_bias"}
+        params = SamplingParams(**given, logit_bias={np.uint8(5): np.float16(0.5)})
+        assert repr(params) == repr(SamplingParams(**plain, **lists))
+
     def test_samples_of_a_greedy_request(self):
         for options in ({"n": 2}, {"best_of": 2}):
             with pytest.raises(ValueError, match="must be 1 at temperature 0, where all completions are the same"):

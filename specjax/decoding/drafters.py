@@ -28,7 +28,7 @@ def check_tree(num_nodes: int, num_draft_tokens: int) -> int:
             f"tree must be an integer > num_draft_tokens = {num_draft_tokens}, as its longest path has so many drafts "
             f"after the pending token, got {num_nodes!r}"
         )
-    return num_nodes
+    return int(num_nodes)
 
 
 class InMemory:

@@ -42,7 +42,7 @@ from specjax.sampling.capacities import Capacities, Needs, check_grammar, needs_
 from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
-from specjax.validation import is_integer
+from specjax.validation import as_python, is_integer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -176,6 +176,9 @@ class Engine:
         warm_up: Sequence[SamplingParams] | None = None,
     ):
         defaults = default_sizes("server")
+        num_slots, max_length, num_pages = as_python(num_slots), as_python(max_length), as_python(num_pages)
+        page_size, chunk_size = as_python(page_size), as_python(chunk_size)
+        max_waiting, chunks_per_step = as_python(max_waiting), as_python(chunks_per_step)
         page_size = defaults.page if page_size is None else page_size
         chunk_size = defaults.chunk if chunk_size is None else chunk_size
         numbers: list[tuple[str, Any, int]] = [("num_slots", num_slots, 1), ("max_length", max_length, 2)]

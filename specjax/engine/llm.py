@@ -36,7 +36,7 @@ from specjax.proposers.mtp import is_of_target
 from specjax.sampling import SamplingParams
 from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
-from specjax.validation import is_integer, suggestion
+from specjax.validation import as_python, is_integer, suggestion
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -141,6 +141,8 @@ class LLM:
         step_times: StepTimes | str | Path | None = None,
         tree: int | Sequence[int] | None = None,
     ):
+        num_draft_tokens, tensor_parallel = as_python(num_draft_tokens), as_python(tensor_parallel)
+        max_length, num_slots = as_python(max_length), as_python(num_slots)
         is_auto = num_draft_tokens == "auto"
         nodes = numbers_of_nodes(tree, is_auto)
         largest = nodes[-1] if nodes else None
@@ -152,11 +154,7 @@ class LLM:
             num_draft_tokens = max((k for k in of_chains if not nodes or k < nodes[0] - 1), default=0)
         if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
-        if not callable(verifier):
-            hint = suggestion(verifier, verifiers.__all__)
-            raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}{hint}")
-        if not (num_slots is None or (is_integer(num_slots) and num_slots >= 1)):
-            raise ValueError(f"num_slots must be None or an integer >= 1, got {num_slots!r}")
+        _check_options(verifier, num_slots)
         if not (is_integer(tensor_parallel) and 1 <= tensor_parallel <= jax.device_count()):
             most = jax.device_count()
             raise ValueError(f"tensor_parallel must be in [1, {most}], the number of devices, got {tensor_parallel!r}")
@@ -266,6 +264,8 @@ class LLM:
             got = type(tokenizer).__name__ if size is None else f"{size} tokens"
             raise ValueError(f"tokenizer must be a Tokenizer of at most {model.vocab_size} tokens, got {got}")
         check_eos_token_ids(eos_token_ids, model.vocab_size)
+        max_length, num_slots = as_python(max_length), as_python(num_slots)
+        _check_options(verifier, num_slots)
         limit = model.max_length
         if not is_integer(max_length if limit is None or max_length is not None else limit):
             raise ValueError(f"max_length must be an integer for a model without a limit, got {max_length!r}")
@@ -456,6 +456,15 @@ class LLM:
     def _key_data(self, params: Sequence[SamplingParams]) -> np.ndarray:
         """Return the data [B, 2] uint32 of each request's key."""
         return np.stack([key_data(p.seed, self._entropy) for p in params])
+
+
+def _check_options(verifier: Verifier, num_slots: int | None) -> None:
+    """Raise ValueError for a verifier that is no function, and for a number of slots that is none."""
+    if not callable(verifier):
+        hint = suggestion(verifier, verifiers.__all__)
+        raise ValueError(f"verifier must be a function such as specjax.verifiers.block, got {verifier!r}{hint}")
+    if not (num_slots is None or (is_integer(num_slots) and num_slots >= 1)):
+        raise ValueError(f"num_slots must be None or an integer >= 1, got {num_slots!r}")
 
 
 def _default_dtype(checkpoint: Checkpoint) -> str:

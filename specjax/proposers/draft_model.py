@@ -30,7 +30,7 @@ from specjax.types import (
     PyTree,
     Verified,
 )
-from specjax.validation import is_integer
+from specjax.validation import as_python, is_integer
 
 CATCH_UP = 16  # tokens in each call that feeds tokens committed while the draft model did not run
 
@@ -296,8 +296,8 @@ def draft_model(
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
     drafter = DraftModel(
         model,
-        num_draft_tokens,
-        max_length,
+        int(num_draft_tokens),
+        as_python(max_length),
         temperature=values,
         is_greedy=is_greedy,
         speculate_below=speculate_below,

@@ -171,4 +171,4 @@ def feature_draft(
 ) -> FeatureDraft:
     """Return the proposer of a head, after checks of the options; see `draft_options`."""
     values, is_greedy = draft_options(num_draft_tokens, temperature)
-    return FeatureDraft(head, params, num_draft_tokens, reduced, values, is_greedy)
+    return FeatureDraft(head, params, int(num_draft_tokens), reduced, values, is_greedy)

@@ -132,7 +132,7 @@ def check_depth(num_draft_tokens: int | None, depth: int, what: str) -> int:
         return depth
     if not (is_integer(num_draft_tokens) and 1 <= num_draft_tokens <= depth):
         raise ValueError(f"num_draft_tokens must be in [1, {depth}], {what}, got {num_draft_tokens!r}")
-    return num_draft_tokens
+    return int(num_draft_tokens)
 
 
 def draft_vocabulary(name: str, token_ids: np.ndarray | None, size: int, vocab_size: int) -> Reduced | None:

@@ -157,4 +157,5 @@ def ngram(num_draft_tokens: int, min_n: int = 1, max_n: int = 3, *, tree: int | 
         raise ValueError(f"num_draft_tokens must be >= 1, got {num_draft_tokens!r}")
     if not (is_integer(min_n) and is_integer(max_n) and 1 <= min_n <= max_n):
         raise ValueError(f"min_n and max_n must be integers, 1 <= min_n <= max_n, got {min_n!r} and {max_n!r}")
+    num_draft_tokens, min_n, max_n = map(int, (num_draft_tokens, min_n, max_n))
     return NGram(num_draft_tokens, min_n, max_n, None if tree is None else check_tree(tree, num_draft_tokens))

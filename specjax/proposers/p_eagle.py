@@ -127,4 +127,4 @@ def p_eagle(
     rows = params["embedding"].shape[0]
     if not (is_integer(mask_token) and 0 <= mask_token < rows):
         raise ValueError(f"mask_token must be in [0, {rows}), the rows of the embedding, got {mask_token!r}")
-    return ParallelEagle(head, params, mask_token, num_draft_tokens, reduced, values, is_greedy)
+    return ParallelEagle(head, params, mask_token, int(num_draft_tokens), reduced, values, is_greedy)

@@ -143,7 +143,7 @@ def self_draft(
     if not (speculate_below is None or (is_integer(speculate_below) and speculate_below >= 1)):
         raise ValueError(f"speculate_below must be None or >= 1, got {speculate_below!r}")
     values, is_greedy = draft_options(num_draft_tokens, temperature)
-    return SelfDraft(quantized_copy(target, quantization), num_draft_tokens, values, is_greedy, speculate_below)
+    return SelfDraft(quantized_copy(target, quantization), int(num_draft_tokens), values, is_greedy, speculate_below)
 
 
 def quantized_copy(model: Model, quantization: str) -> Model:

@@ -17,7 +17,7 @@ from jax.tree_util import Partial
 from specjax.sampling.arrays import NUMBERS, RULES, Sampling, lists_of
 from specjax.sampling.guided.tables import Grammar, Guide
 from specjax.sampling.params import LogitsProcessor, SamplingParams
-from specjax.validation import is_integer
+from specjax.validation import as_python, is_integer
 
 _UNKNOWN = -1  # stands for a grammar whose place in the tables is not known yet
 
@@ -57,6 +57,7 @@ class Capacities:
             value = getattr(self, field.name)
             if not (is_integer(value) and value >= 0):
                 raise ValueError(f"{field.name} must be an integer >= 0, got {value!r}")
+            object.__setattr__(self, field.name, as_python(value))
         if not all(callable(function) for function in self.logits_processors):
             raise ValueError(f"logits_processors must be functions, got {self.logits_processors!r}")
 

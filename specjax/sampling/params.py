@@ -10,7 +10,7 @@ import numpy as np
 from specjax.sampling.guided.sources import Source
 from specjax.sampling.guided.tables import Grammar
 from specjax.types import Array, Context
-from specjax.validation import is_integer
+from specjax.validation import as_python, is_integer
 
 LogitsProcessor = Callable[[Array, Context], Array]
 
@@ -122,8 +122,8 @@ class SamplingParams:
         ):
             self._require(name, "True or False", isinstance(getattr(self, name), bool | np.bool))
         self._require("stop", "empty where detokenize is False", self.detokenize or not sequences["stop"])
-        for name, value in sequences.items():
-            object.__setattr__(self, name, value)
+        for name in vars(self):
+            object.__setattr__(self, name, sequences.get(name, as_python(getattr(self, name))))
 
     def _require(self, name: str, expected: str, condition: bool) -> None:
         if not condition:
@@ -191,10 +191,10 @@ class SamplingParams:
         self._require("logits_processors", "hashable functions", are_functions)
         return {
             "stop": stop,
-            "stop_token_ids": stop_token_ids,
-            "logit_bias": logit_bias,
-            "allowed_token_ids": allowed,
-            "bad_words": bad_words,
+            "stop_token_ids": _as_ids(stop_token_ids),
+            "logit_bias": {int(token): float(bias) for token, bias in logit_bias.items()},
+            "allowed_token_ids": None if allowed is None else _as_ids(allowed),
+            "bad_words": tuple(word if isinstance(word, str) else _as_ids(word) for word in bad_words),
             "logits_processors": processors,
         }
 
@@ -214,6 +214,11 @@ def _is_text(value: Any) -> bool:
 
 def _are_ids(values: Iterable[Any]) -> bool:
     return all(is_integer(value) and 0 <= value <= _MAX_INT for value in values)
+
+
+def _as_ids(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return ids as integers of Python."""
+    return tuple(int(value) for value in values)
 
 
 def _is_positive(value: Any) -> bool:

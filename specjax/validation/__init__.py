@@ -1,6 +1,7 @@
 """Checks of arguments that several modules share, and of packages that extras bring."""
 
 from specjax.validation.arguments import (
+    as_python,
     check_array,
     check_bonus_tokens,
     check_categorical,
@@ -12,6 +13,7 @@ from specjax.validation.arguments import (
 )
 
 __all__ = [
+    "as_python",
     "check_array",
     "check_bonus_tokens",
     "check_categorical",

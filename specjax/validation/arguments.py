@@ -20,6 +20,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def as_python(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, because sums in small integer types overflow; else `value` itself."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def suggestion(value: object, choices: Iterable[str]) -> str:
     """Return the end of a message that asks whether a misspelt value was meant to be one of some choices.
 
