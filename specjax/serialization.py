@@ -10,6 +10,7 @@ from specjax.models.linear import Norm
 from specjax.prompts import Fed
 from specjax.proposers.drawing import Reduced
 from specjax.proposers.p_eagle import Pending
+from specjax.proposers.within_budget import Counts
 from specjax.sampling.arrays import Sampling
 from specjax.sampling.guided.tables import Guide
 from specjax.trees.growing.children import Children
@@ -29,7 +30,7 @@ from specjax.types import (
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, DraftTree, Features, ModelInput, ModelOutput, Verified),
     *(Normalized, Residual, LogProbs, Totals, Sampling, Guide),
-    *(Info, State, Fed, Pending, Reduced, Children, Norm),
+    *(Info, State, Fed, Pending, Reduced, Counts, Children, Norm),
 )
 
 for record in RECORDS:

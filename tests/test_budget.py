@@ -82,8 +82,8 @@ def test_levels_do_not_depend_on_the_drafts():
 def test_acceptance_is_counted_up_to_the_first_rejection():
     proposer = proposers.within_budget(proposers.ngram(4), 2)
     state = proposer.init_memory(3, 3, 16)
-    counts = replace(
-        state.rows["counts"], level=jnp.array([[7, 6, 5, 4]] * 3, jnp.int32), num_drafts=jnp.array([4, 2, 0], jnp.int32)
+    counts = state.rows["counts"]._replace(
+        level=jnp.array([[7, 6, 5, 4]] * 3, jnp.int32), num_drafts=jnp.array([4, 2, 0], jnp.int32)
     )
     state = Memory(rows=state.rows | {"counts": counts})
     verified = Verified(jnp.zeros((3, 5), jnp.int32), jnp.array([1, 2, 0], jnp.int32))
@@ -99,7 +99,7 @@ def test_drafts_go_where_they_count(target):
     counts = state.rows["counts"]
     trials = jnp.full_like(counts.trials, 30.0)
     state = Memory(
-        rows=state.rows | {"counts": replace(counts, trials=trials, accepted=trials * jnp.array([[0], [1]]))}
+        rows=state.rows | {"counts": counts._replace(trials=trials, accepted=trials * jnp.array([[0], [1]]))}
     )
     context = Context(jnp.tile(jnp.array([5, 6]), (2, 8)), jnp.array([12, 12]), jnp.array([True, True]))
     draft, state = proposer.propose(None, context, None, state)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,7 @@ PRIOR_TRIALS = 2.0  # trials that the rate of the rows together weighs beside th
 PRIOR_RATES = (0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95)  # of the levels, before anything was counted
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["trials", "accepted", "level", "num_drafts"], meta_fields=[])
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """The outcomes of the drafts of each row, up to its first rejection, and the drafts of the step before."""
 
     trials: Array  # [B, levels] float32, drafts that were tested
@@ -88,7 +86,7 @@ class WithinBudget(InMemory):
         inner, counts = _parts(state)
         inner = self._inner.prefill(inputs, following, previous, features, inner)
         fed = Memory(rows=counts).take(inputs.sequences).rows
-        fed = replace(fed, trials=jnp.zeros_like(fed.trials), accepted=jnp.zeros_like(fed.accepted))
+        fed = fed._replace(trials=jnp.zeros_like(fed.trials), accepted=jnp.zeros_like(fed.accepted))
         return _beside(inner, Memory(rows=counts).put(inputs.sequences, Memory(rows=fed)).rows)
 
     def propose(self, keys: Array, context: Context, sampling: Any, state: Memory, *memory: Memory) -> tuple:
@@ -103,7 +101,7 @@ class WithinBudget(InMemory):
         number = jnp.minimum(number, num_drafts(draft))
         kept = jnp.pad(level, ((0, 0), (0, counts.level.shape[1] - level.shape[1])))
         draft = only_in(context.active, draft._replace(num_tokens=number))
-        return draft, _beside(inner, replace(counts, level=kept, num_drafts=num_drafts(draft))), *written
+        return draft, _beside(inner, counts._replace(level=kept, num_drafts=num_drafts(draft))), *written
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         inner, counts = _parts(state)
@@ -116,7 +114,7 @@ class WithinBudget(InMemory):
         hits = jnp.sum(jnp.where((index < accepted[:, None])[..., None], at_level, 0), axis=1)
         nothing = jnp.zeros_like(counts.num_drafts)
         new = FADE * counts.trials + trials, FADE * counts.accepted + hits
-        return _beside(inner, replace(counts, trials=new[0], accepted=new[1], num_drafts=nothing))
+        return _beside(inner, counts._replace(trials=new[0], accepted=new[1], num_drafts=nothing))
 
     @property
     def commit(self) -> Commit | None:
