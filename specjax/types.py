@@ -321,6 +321,9 @@ class Proposer(Protocol):
     a proposer of trees: sampled ones with their distribution, or, if coupled, the trees of which match accepts most.
     None instead of N makes chains. Trees and chains may take turns as different K do.
 
+    A proposer with `drafts_per_row` promises that the drafts of R rows are at most R times that number together, which
+    `Draft.num_tokens` says; a target with `takes_ragged` computes no more.
+
     A proposer of either form may have `commit`, as `Model` has, which gets and returns a `Memory`. The rows of a
     proposer without it must follow from the last chunk of a prompt, as chunks before may come from the pages of others.
     """
