@@ -32,10 +32,15 @@ def words(path):
     return found
 
 
+def may_have(path):
+    """Return a text with all `words` of a file, which takes a hundredth of their time."""
+    return path.stem + "\n" + path.read_text()
+
+
 def files_with(word):
     """The files of the packages whose code has a word."""
     paths = [path for package in ("specjax", "pallas_kernels") for path in sorted((ROOT / package).rglob("*.py"))]
-    return [path.relative_to(ROOT).as_posix() for path in paths if word in words(path)]
+    return [path.relative_to(ROOT).as_posix() for path in paths if word in may_have(path) and word in words(path)]
 
 
 def test_the_table_has_every_kind_of_addition():

@@ -74,6 +74,7 @@ class TestNotebook:
         assert "width:120px" in page and "draft 2" not in page
 
 
+@pytest.mark.slow  # imports matplotlib
 class TestPlot:
     @pytest.fixture(autouse=True)
     def without_a_screen(self, monkeypatch):

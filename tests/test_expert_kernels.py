@@ -132,7 +132,11 @@ def test_pairs_of_few_rows(case, options, interpret):
 @pytest.mark.parametrize("interpret", INTERPRET)
 @pytest.mark.parametrize(
     ("case", "tiling"),
-    [("mxfp4", RowTiling(2, 1)), ("int4 with zeros", RowTiling(4, 1, 6)), ("mxfp4", RowTiling(8, 2, 3))],
+    [
+        pytest.param("mxfp4", RowTiling(2, 1), marks=pytest.mark.slow),
+        pytest.param("int4 with zeros", RowTiling(4, 1, 6), marks=pytest.mark.slow),
+        ("mxfp4", RowTiling(8, 2, 3)),
+    ],
 )
 def test_tilings_of_pairs(case, tiling, interpret):
     """Steps and programs that end early, one group of outputs a program and several; two rows choose an expert."""
@@ -220,7 +224,7 @@ def test_routes(interpret):
 
 
 @pytest.mark.parametrize("interpret", INTERPRET)
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_routes_of_codes(num_rows, interpret):
     """Experts as gpt-oss has them, by one row and by rows that share experts."""
     number, chosen, hidden = 8, 4, 160

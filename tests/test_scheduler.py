@@ -195,6 +195,7 @@ def test_preempted_jobs_go_on_where_they_were(device):
         assert_as_alone(device, request, job)
 
 
+@pytest.mark.slow  # changes no token
 def test_pages_that_are_needed_soon_come_together(device, monkeypatch):
     """Where there are many; the table is then sent fewer times than pages are given."""
     if device.state.context.pages is None or device.num_held:

@@ -213,6 +213,7 @@ BRIEF = {
 }
 
 
+@pytest.mark.slow  # runs models, and changes no token
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_row_is_printed_before_the_next_is_measured(name, run_measuring_nothing, out, tmp_path):
     rows = []
