@@ -78,7 +78,7 @@ def sampled_tokens(
     Returns:
         Tokens [num_samples, num_tokens] int32.
     """
-    state = decode.prefill(
+    state = _prefill(
         bigram_model(target),
         proposer,
         jnp.zeros((num_samples, 1), jnp.int32),
@@ -88,6 +88,10 @@ def sampled_tokens(
         max_length=num_tokens + 1,
     )
     return np.asarray(decode.generate(bigram_model(target), proposer, state, verifier=verifier).context.tokens)[:, 1:]
+
+
+# One program: outside of `jax.jit` each operation is compiled alone for every number of samples.
+_prefill = jax.jit(decode.prefill, static_argnames="max_length")
 
 
 def assert_sampled_distribution(name: str, tokens: np.ndarray, target: np.ndarray) -> None:
