@@ -712,18 +712,19 @@ class TestSeveralSteps:
     def test_draft_noise_reused_for_the_residual_fails(self):
         self.assert_fails(rejection_with_draft_noise, testing.sample_draft)
 
-    @pytest.mark.slow
-    def test_an_own_verifier_without_a_core_gets_a_verdict(self, monkeypatch):
-        """By samples too, the drafts sampled as above in the last case; and ragged and deterministic ones."""
-        *_, case = verdicts._sampled_cases()
-        monkeypatch.setattr(verdicts, "_sampled_cases", lambda: [case])
-        testing.assert_lossless(rejection_without_a_core, num_samples=20_000)  # its core is enumerated elsewhere
-
     @staticmethod
     def assert_fails(verifier, drafter):
         """With a tenth of the samples that a verdict has: what they show, more would show as well."""
         with pytest.raises(AssertionError, match=r"not lossless on .* expected at most"):
             testing.assert_lossless(verifier, drafter=drafter, num_samples=60_000)
+
+
+@pytest.mark.slow
+def test_an_own_verifier_without_a_core_gets_a_verdict(monkeypatch):
+    """By samples too, the drafts sampled as above in the last case; and ragged and deterministic ones."""
+    *_, case = verdicts._sampled_cases()
+    monkeypatch.setattr(verdicts, "_sampled_cases", lambda: [case])
+    testing.assert_lossless(rejection_without_a_core, num_samples=20_000)  # its core is enumerated elsewhere
 
 
 def rejection_without_a_core(keys, draft, target):
