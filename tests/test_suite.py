@@ -1,6 +1,7 @@
 """The suite itself: the collected tests, how they are split, and which interpreter `scripts/test` uses."""
 
 import argparse
+import json
 import os
 import re
 import runpy
@@ -22,24 +23,37 @@ def run(*command, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
 
 
-def collect(*arguments, **environment) -> list[str]:
-    command = sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", *arguments
-    done = run(*command, **environment)
+COLLECT = """
+import json, sys
+import pytest
+codes = []
+for arguments in json.loads(sys.argv[1]):
+    print("collected:")
+    codes.append(pytest.main(["-p", "no:cacheprovider", "--collect-only", *arguments]))
+sys.exit(any(codes))
+"""
+
+
+def collect(*calls: list[str], **environment) -> list[list[str]]:
+    """The tests that each call of pytest collects, all in one process, which imports JAX once."""
+    done = run(sys.executable, "-c", COLLECT, json.dumps(calls), **environment)
     assert done.returncode == 0, done.stdout
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    parts = done.stdout.split("collected:\n")[1:]
+    return [[line for line in part.splitlines() if "::" in line] for part in parts]
 
 
 @pytest.mark.slow
 def test_collecting_starts_no_device():
     """Collected tests could depend on a device, and processes that share one could find different tests."""
-    assert collect(JAX_PLATFORMS="none")
+    (found,) = collect([], JAX_PLATFORMS="none")
+    assert found
 
 
 @pytest.mark.slow
 def test_shards_are_disjoint_and_together_the_whole():
-    selection = "tests/test_suite.py", "-k", "collecting or requirements or versions"
-    first, second = (collect(*selection, "--shard", f"{part}/2") for part in (1, 2))
-    assert sorted(first + second) == sorted(collect(*selection))
+    selection = ["tests/test_suite.py", "-k", "collecting or requirements or versions"]
+    first, second, whole = collect(*([*selection, *part] for part in (["--shard", "1/2"], ["--shard", "2/2"], [])))
+    assert sorted(first + second) == sorted(whole) and first and second
     assert 0 <= len(first) - len(second) <= 1
 
 
