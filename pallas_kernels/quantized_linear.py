@@ -51,12 +51,12 @@ from pallas_kernels.quantized_dots import (
 from pallas_kernels.triton import plgpu
 
 _WARP = 32  # threads in a warp
-# Warps that a multiprocessor runs at once, for programs with so many rows of a matrix e4m3 of two halves, or of one.
-_ROOM = {4: 36, 8: 24, 16: 15}
-_FEWEST = {8: 48, 16: 192}  # rows for a multiprocessor from which a program has 8, or 16 of two halves
-_LONG = 16  # steps from which a row has too few threads
+_ROOM = {4: 36, 8: 24}  # warps that a multiprocessor runs at once, for programs with so many rows of a matrix e4m3
+_LONG = 9  # steps from which a row of e4m3 has too few threads
 _MOST_IDLE = 1.15  # loads of all threads, in those that there are
-_MANY_LOADS = 2**15  # of a multiprocessor, from which integers of 8 bits have fewer threads
+_ROOM_OF_INT8 = 32  # warps that a multiprocessor runs at once, for programs with four rows of integers of 8 bits
+_MOST_OF_INT8 = 20  # warps that are enough for it, for programs with eight rows
+_FEW_STEPS = 3  # the fewest loads of a thread for a row of them, where it loads ahead
 _KEPT_INPUTS = 96  # the most that a thread keeps
 
 
@@ -135,12 +135,12 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
     if weight.bits == 4 and pl.cdiv(loads, _WARP) == 3:  # a fourth warp would have nothing to load
         return RowTiling(4 // num_halves, 1, 12 * NUM_MULTIPROCESSORS)
     if is_converted(weight):
-        return _tiling_of_e4m3(loads, num_halves, share)
+        rows, num_warps = _tiling_of_e4m3(loads, share)
+        return RowTiling(rows // num_halves, num_warps)
     if weight.bits == 8:
-        num_warps = min(2 if share * loads >= _MANY_LOADS else 4, num_warps)
-        while num_warps > 1 and loads % (num_warps * _WARP):  # no thread waits in the last step
-            num_warps //= 2
-        rows, num_programs = 8 if share * loads >= _MANY_LOADS / 4 else 4, None
+        rows, num_warps, num_programs = *_tiling_of_int8(loads, num_halves, share), None
+    elif weight.code == "int" and loads > 8 * _WARP:  # kept inputs would take registers of half of the programs
+        rows, num_warps, num_programs = 8, 4, None
     else:
         num_warps = min(8, num_warps)
         # Threads that load once load ahead, which takes registers of as many codes again.
@@ -153,27 +153,47 @@ def default_tiling(weight: Quantized, num_outputs: int, num_products: int = 1) -
     return RowTiling(outputs, num_warps, num_programs)
 
 
-def _tiling_of_e4m3(loads: int, num_halves: int, share: float) -> RowTiling:
-    """Choose a tiling whose programs a multiprocessor runs at the same time, with enough of them to hide their loads.
+def _tiling_of_e4m3(loads: int, share: float) -> tuple[int, int]:
+    """Return the rows and the warps of programs that a multiprocessor runs at once, with enough to hide their loads.
+
+    Args:
+        loads: of a row of the matrix.
+        share: rows of the matrices for each multiprocessor.
+    """
+    rows, num_warps = 4 if share <= _ROOM[4] else 8, 1
+    while 2 * num_warps * share <= _ROOM[rows] * rows:
+        num_warps *= 2
+    if loads >= _LONG * num_warps * _WARP:
+        num_warps *= 2
+    return rows, _without_idle(num_warps, loads)
+
+
+def _tiling_of_int8(loads: int, num_halves: int, share: float) -> tuple[int, int]:
+    """Return the rows and the warps of programs of integers of 8 bits, whose threads load one step ahead.
 
     Args:
         loads: of a row of the matrix.
         num_halves: of the matrix, whose rows a program has in pairs.
         share: rows of the matrices for each multiprocessor.
     """
-    rows, num_warps = 8 if share >= _FEWEST[8] else 4, 1
-    if num_halves == 2 and _FEWEST[16] <= share <= 16 * _ROOM[16]:
-        rows = 16
-    while 2 * num_warps * share <= _ROOM[rows] * rows:
+    all_at_once = pl.next_power_of_2(pl.cdiv(loads, _WARP))
+    if share * all_at_once <= _ROOM_OF_INT8 * 4 and _without_idle(all_at_once, loads) == all_at_once:
+        return 4, all_at_once
+    if num_halves == 2 and share > _MOST_OF_INT8 * 4:
+        return 4, 1
+    num_warps = 1
+    while 2 * num_warps * share <= _MOST_OF_INT8 * 8 and loads >= _FEW_STEPS * 2 * num_warps * _WARP:
         num_warps *= 2
-    # Where programs do not fit at once, larger ones end more evenly.
-    if share > _ROOM[rows] * rows or loads >= _LONG * num_warps * _WARP:
-        num_warps *= 2
+    return 8, _without_idle(num_warps, loads)
+
+
+def _without_idle(num_warps: int, loads: int) -> int:
+    """Return the most warps, up to 8, of which few have nothing to load in the last step of a row."""
     while num_warps > 1 and (
         num_warps > 8 or pl.cdiv(loads, num_warps * _WARP) * num_warps * _WARP > _MOST_IDLE * loads
     ):
         num_warps //= 2
-    return RowTiling(rows // num_halves, num_warps)
+    return num_warps
 
 
 def is_converted(weight: Quantized) -> bool:
