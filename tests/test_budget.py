@@ -13,6 +13,7 @@ from specjax.decoding.admission import admitted
 from specjax.decoding.ragged_steps import within
 from specjax.proposers.within_budget import LEVELS, levels, likeliest_probability
 from specjax.sampling import SamplingParams
+from specjax.theory import StepTimes
 from specjax.types import Categorical, Context, Draft, Memory, Verified
 
 LENGTHS = (9, 4, 1, 6)
@@ -117,6 +118,26 @@ def test_requests_that_share_slots_share_a_budget():
     plain = LLM(draft=None, num_draft_tokens=0, num_slots=3)
     found, expected = ([x.token_ids for x in llm.generate(prompts, params)] for llm in (shared, plain))
     assert found == expected
+
+
+def test_a_choice_has_chains_and_the_budget(tmp_path):
+    llm = LLM(draft=proposers.ngram(4), num_draft_tokens="auto", drafts_per_row=2)
+    assert llm.setup.draft_lengths == (0, 2, 4, 6) and llm.proposer.drafts_per_row == 2
+    times = StepTimes({1: {0: 1.0, 3: 2.0, 5: 1.5}})
+    llm = LLM(draft="ngram", num_draft_tokens="auto", drafts_per_row=2, step_times=times)
+    assert llm.setup.draft_lengths == (0, 3, 5) and llm.proposer.num_draft_tokens == 3
+
+
+def test_bad_arguments_of_an_llm():
+    for number in (0, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=r"drafts_per_row must be None or an integer >= 1, got "):
+            LLM(drafts_per_row=number)
+    with pytest.raises(ValueError, match=r"drafts_per_row must be None for trees, .* got 2"):
+        LLM(drafts_per_row=2, tree=8)
+    with pytest.raises(ValueError, match=r"drafts_per_row must be an integer in \[1, 4\], .* got 5"):
+        LLM(draft="ngram", drafts_per_row=5)
+    with pytest.raises(ValueError, match=r"proposer must make drafts, of which a budget verifies some, got NoDrafts"):
+        LLM(num_draft_tokens=0, drafts_per_row=2)
 
 
 def test_bad_arguments(target):

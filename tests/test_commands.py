@@ -17,7 +17,7 @@ from specjax.cli import tune as cli_tune
 from specjax.cli.sampling import LEFT_OUT, sampling_params
 from specjax.decoding.drafters import num_fed
 from specjax.engine.requests import Completion, Result
-from specjax.proposers import ngram
+from specjax.proposers import ngram, within_budget
 from specjax.server import bodies
 from specjax.testing.toys import bigram_model
 from specjax.theory import StepTimes
@@ -178,6 +178,22 @@ class TestTune:
         assert sorted(StepTimes.load(path).at(1)) == [0, 2, 4, 6, 8]
         with pytest.raises(SystemExit):
             tune("--tree", "7,x")
+
+    def test_a_budget(self, tune, monkeypatch):
+        """Steps of 1.2 s beside chains of 1, 1.5 and 2 s."""
+        proposer = within_budget(ngram(4), 1)
+        llm = SimpleNamespace(proposer=proposer, model=bigram_model(jnp.eye(5)), verifier=verifiers.match)
+        monkeypatch.setattr("specjax.cli.tune.load", lambda args: llm)
+        monkeypatch.setattr(
+            "specjax.cli.tune.step_seconds",
+            lambda llm, proposer, *_: (
+                1.2 if getattr(proposer, "is_shared", False) else 1 + proposer.num_draft_tokens / 4
+            ),
+        )
+        _, out, _, path = tune("--batches", "1", "--drafts-per-row", "1")
+        assert "| B | K = 0 | K = 2 | K = 4 | 4 drafts, 1 a row verified |" in out
+        assert out.endswith("| 1 | 1.40 | 1.57 | 1.75 | - | - |\n")  # 1.2 (1 + 0.5 + 0.25) / 1.5, ...
+        assert StepTimes.load(path).at(1) == {0: 1.0, 2: 1.5, 4: 2.0, 5: 1.2}
 
     def test_wrong_arguments(self, tune):
         exit_code, out, err, _ = tune("--batches", "0")

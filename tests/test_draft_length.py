@@ -288,6 +288,53 @@ def test_a_table_says_which_tree_an_engine_takes():
         check_choice(None, None, StepTimes({1: CHAINS | {6: 1.5}}), proposers.ngram(2, tree=5))
 
 
+@pytest.mark.parametrize(
+    "of_budget, is_good, expected",
+    [(1.3, [1, 1, 0, 0], 5), (2.0, [1, 1, 0, 0], 4), (1.3, [1, 1, 1, 1], 4), (1.3, [0, 0, 0, 0], 0)],
+)
+def test_a_budget_is_taken_where_it_pays(of_budget, is_good, expected):
+    """Rows whose drafts are all accepted get the drafts of the others."""
+    choice = ByStepTimes(
+        StepTimes({4: {0: 1.0, 2: 1.6, 4: 2.2, 5: of_budget}}),
+        (0, 2, 4, 5),
+        proposers.within_budget(proposers.ngram(4), 1),
+    )
+    taken, is_good = [], np.array(is_good)
+    for _ in range(1000):
+        k = choice.choose(4, 0)
+        num_drafts = 4 * is_good // max(is_good.sum(), 1) if k == 5 else np.full(4, k)
+        choice.count(num_drafts, num_drafts * is_good, k)
+        taken.append(k)
+    assert np.mean(np.array(taken[100:]) == expected) > 0.9
+
+
+def test_a_step_of_ended_sequences_counts_nothing():
+    choice = ByStepTimes(StepTimes({4: {0: 1.0, 3: 1.1}}), (0, 3), proposers.within_budget(proposers.ngram(2), 1))
+    choice.count(np.zeros(0, int), np.zeros(0, int), 3)
+    assert choice.choose(4, 0) in (0, 3)
+
+
+def test_a_number_above_the_drafts_is_a_budget():
+    proposer = proposers.within_budget(proposers.ngram(6), 3)
+    assert choices(proposer) == (0, 2, 4, 6, 9)
+    forms = with_draft_lengths(proposer, (0, 2, 6, 8, 9))
+    assert {k: (each.num_draft_tokens, getattr(each, "is_shared", None)) for k, each in forms.items()} == {
+        9: (6, True),
+        8: (6, True),
+        6: (6, False),
+        2: (2, False),
+        0: (0, None),
+    }
+    assert (forms[9].drafts_per_row, forms[8].drafts_per_row) == (3, 2)
+    lengths, _ = check_choice(None, None, StepTimes({1: {0: 1.0, 6: 2.0, 9: 1.5}}), proposer)
+    assert lengths == (0, 6, 9)
+    with pytest.raises(ValueError, match="must have 9, which stands for the 6 drafts of the proposer within its bud"):
+        with_draft_lengths(proposer, (0, 6))
+    with pytest.raises(ValueError, match=r"integers in \[0, 6\], got \(0, 7\)"):
+        with_draft_lengths(proposer, (0, 7))
+    assert with_draft_lengths(proposer, (6,))[6].is_shared
+
+
 @pytest.mark.parametrize("times", [TIMES, StepTimes({1: {0: 1.0, 2: 3.0}})])
 def test_an_estimate_stays_while_nothing_is_drafted(times):
     choice, nothing = ByStepTimes(times, (0, 2), proposers.ngram(2)), np.zeros(4, int)
@@ -433,6 +480,35 @@ def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_budget, is_taken", [(1.05, True), (9.0, False)])
+def test_an_engine_takes_a_budget_by_its_table(monkeypatch, of_budget, is_taken):
+    """Requests share slots, and their tokens are the same as without drafts."""
+    used, step = [], Slots.step
+
+    def recorded(self, *args, num_draft_tokens, **options):
+        used.append(num_draft_tokens)
+        return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
+
+    monkeypatch.setattr(Slots, "step", recorded)
+    logits = np.random.default_rng(0).normal(size=(2, 40, 40)).astype(np.float32)
+    target, draft = (testing.bigram_model(jnp.asarray(2 * logits[0] + x)) for x in (0, logits[1]))
+    times = StepTimes({3: {0: 1.0, 2: 1.4, 4: 1.8, 5: of_budget}})
+    shared = proposers.within_budget(proposers.draft_model(draft, 4), 1)
+    drafters = (None, {}), (shared, {"step_times": times})
+    sizes = {"num_slots": 3, "max_length": 80, "tokenizer": Tokenizer(), "eos_token_ids": (), "capacities": FEW}
+    found = []
+    for proposer, options in drafters:
+        with Engine(target, proposer, verifier=verifiers.match, **sizes, **options) as engine:
+            engine.wait_for_draft_lengths(timeout=200)
+            params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40 + 5 * i, ignore_eos=True) for i in range(5)]
+            requests = [engine.submit([5, 6, 7 + i], each) for i, each in enumerate(params)]
+            found.append([request.result(timeout=100).token_ids for request in requests])
+    assert found[0] == found[1]
+    num_shared = sum(k == 5 for k in used)
+    assert num_shared > 10 if is_taken else num_shared == 0, used
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("max_length", [8, 24])
 def test_the_seconds_of_steps_contain_the_work_of_the_host(monkeypatch, max_length):
     """Every round waits for a host that is slower than the device, also where sequences end meanwhile."""
@@ -524,7 +600,11 @@ def test_commands_choose_by_the_times_that_they_are_given(monkeypatch, tmp_path,
     Path("file").write_text("{}")
     monkeypatch.setattr("specjax.engine.llm.LLM", lambda model, draft, k, step_times, **options: (k, step_times))
     names = ("model", "draft", "dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "tree")
-    args = dict.fromkeys((*names, "cache_dtype", "compilation_cache")) | {"verifier": "rejection"} | given
+    args = (
+        dict.fromkeys((*names, "drafts_per_row", "cache_dtype", "compilation_cache"))
+        | {"verifier": "rejection"}
+        | given
+    )
     assert cli_models.load_llm(Namespace(**args)) == expected
 
 

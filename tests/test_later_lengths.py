@@ -198,6 +198,7 @@ def test_the_first_numbers_are_the_smallest_and_the_largest(monkeypatch):
     assert first_lengths((8, 4, 2, 0), is_by_times=True) == (0, 8)
     assert first_lengths((8, 4, 2, 0), is_by_times=False) == (8, 4, 2, 0)
     assert first_lengths((3,), is_by_times=True) == (3,)
+    assert first_lengths((11, 8, 4, 0), is_by_times=True, longest=9) == (0, 8)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert first_lengths((8, 4, 2, 0), is_by_times=True) == (8, 4, 2, 0)
 

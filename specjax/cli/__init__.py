@@ -38,6 +38,7 @@ SAME = (  # arguments that must be the same in all processes
     "num_draft_tokens",
     "step_times",
     "tree",
+    "drafts_per_row",
     "verifier",
     "dtype",
     "quantization",

@@ -55,6 +55,12 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draft a tree of N nodes, the last token among them; with auto also several, as 8,32; default: a chain",
     )
+    add(
+        "--drafts-per-row",
+        type=int,
+        metavar="N",
+        help="verify N drafts of each sequence on average, the likeliest of all together; default: all drafts",
+    )
     add("--max-length", type=int, metavar="N", help="maximum number of tokens, with the prompt")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model; default: 1")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, for the same command in several processes")
@@ -137,8 +143,8 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     from specjax.engine.llm import LLM
 
     _check_platform()
-    names = ("dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype", "tree")
-    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    names = "dtype", "max_length", "tensor_parallel", "quantization", "draft_quantization", "cache_dtype", "tree"
+    options: dict[str, Any] = {name: getattr(args, name) for name in (*names, "drafts_per_row")}
     options |= {"verifier": getattr(verifiers, args.verifier), "compilation_cache": args.compilation_cache}
     num_draft_tokens, step_times = args.num_draft_tokens, getattr(args, "step_times", None)  # not of every command
     if num_draft_tokens is None:

@@ -4,6 +4,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,17 @@ SHORT, LONG, REPEATS = 2, 12, 5  # steps of the calls whose difference is measur
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Steps that are no chains of some K, and how their tables name them."""
+
+    proposer: "Proposer"
+    label: str
+    tokens: str  # the tokens that a step must give
+    most: str  # how many it gives at most
+    most_tokens: int
+
+
 def add_tune(commands: Any) -> None:
     """Add the command `specjax tune`."""
     tune = commands.add_parser(
@@ -30,7 +42,8 @@ def add_tune(commands: Any) -> None:
         help="measure how long steps take, and find the best number of draft tokens",
         description="Measure the seconds of a step by the number of sequences and of draft tokens K, write them to a "
         "file that theory.StepTimes.load reads, and print the best K for several acceptance rates. With --tree, also "
-        "measure steps with trees, and print how many tokens a step must give for a tree to pay.",
+        "measure steps with trees, and print how many tokens a step must give for a tree to pay; with --drafts-per-row "
+        "likewise steps with that budget.",
     )
     tune.set_defaults(run=_tune, command="tune", extra="cli")
     add_model_arguments(tune)
@@ -55,32 +68,47 @@ def _tune(args: argparse.Namespace) -> int:
     if not hasattr(llm.proposer, "with_num_draft_tokens"):
         raise ValueError(f"--draft must be able to make other numbers of drafts, got {type(llm.proposer).__name__}")
     lengths = sorted(choices(llm.proposer))
-    proposers, most = with_draft_lengths(llm.proposer, lengths), lengths[-1]
+    proposers = with_draft_lengths(llm.proposer, lengths)
+    chains = [k for k in lengths if k <= llm.proposer.num_draft_tokens]
+    most, budget = chains[-1], args.drafts_per_row
     if nodes:
         check_beside_chains(nodes[0], most)
-    in_trees = {each: as_trees(proposers[most], llm.model, llm.verifier, each) for each in nodes}
-    labels = [f"K = {k}" for k in lengths] + [f"tree of {each} nodes, K = {most}" for each in nodes]
+    forms = {
+        n - 1: _Form(
+            as_trees(proposers[most], llm.model, llm.verifier, n),
+            f"tree of {n} nodes, K = {most}",
+            f"tokens of a step with a tree of {n} nodes",
+            f"{most + 1} of the longest path",
+            most + 1,
+        )
+        for n in nodes
+    }
+    for k in lengths[len(chains) :]:
+        label = f"{llm.proposer.num_draft_tokens} drafts, {budget} a row verified"
+        about = f"tokens of a row in a step with {label}", f"{budget + 1} that it gives at most"
+        forms[k] = _Form(proposers[k], label, *about, budget + 1)
+    labels = [f"K = {k}" for k in chains] + [form.label for form in forms.values()]
     print(f"milliseconds of a step, context {args.context}\n\n| B | {' | '.join(labels)} |")
     print("|---" * (len(labels) + 1) + "|")
     measured: dict[int, dict[int, float]] = {}
-    of_trees: dict[int, dict[int, float]] = {}
+    of_forms: dict[int, dict[int, float]] = {}
     for batch in args.batches:
-        measured[batch] = {k: step_seconds(llm, proposers[k], batch, args.context) for k in lengths}
-        of_trees[batch] = {n: step_seconds(llm, each, batch, args.context) for n, each in in_trees.items()}
-        row = [*measured[batch].values(), *of_trees[batch].values()]
+        measured[batch] = {k: step_seconds(llm, proposers[k], batch, args.context) for k in chains}
+        of_forms[batch] = {k: step_seconds(llm, form.proposer, batch, args.context) for k, form in forms.items()}
+        row = [*measured[batch].values(), *of_forms[batch].values()]
         print(f"| {batch} | {' | '.join(f'{1e3 * seconds:.2f}' for seconds in row)} |", flush=True)
     times = StepTimes(measured)
     about = {"model": args.model, "draft": args.draft, "device": jax.devices()[0].device_kind, "context": args.context}
-    of_all = {b: chains | {n - 1: seconds for n, seconds in of_trees[b].items()} for b, chains in measured.items()}
+    of_all = {b: seconds | of_forms[b] for b, seconds in measured.items()}
     StepTimes(of_all).save(args.out, **about, specjax=__version__, jax=jax.__version__)
     best = {batch: [str(times.best(batch, rate)) for rate in RATES] for batch in args.batches}
     _print_by_rate("best K by acceptance rate", best)
-    for each in nodes:
-        needed = {b: [tokens_of_tree(times.at(b), of_trees[b][each], rate) for rate in RATES] for b in args.batches}
+    for k, form in forms.items():
+        needed = {b: [needed_tokens(times.at(b), of_forms[b][k], rate) for rate in RATES] for b in args.batches}
         _print_by_rate(
-            f"tokens of a step with a tree of {each} nodes that is as fast as the best chain, by the chain's "
-            f"acceptance rate; a dash is more than the {most + 1} of the longest path",
-            {batch: [f"{x:.2f}" if x <= most + 1 else "-" for x in tokens] for batch, tokens in needed.items()},
+            f"{form.tokens} that is as fast as the best chain, by the chain's acceptance rate; a dash is more than the "
+            f"{form.most}",
+            {b: [f"{x:.2f}" if x <= form.most_tokens else "-" for x in tokens] for b, tokens in needed.items()},
         )
     return 0
 
@@ -92,12 +120,12 @@ def _print_by_rate(title: str, rows: Mapping[int, Sequence[str]]) -> None:
         print(f"| {batch} | {' | '.join(cells)} |")
 
 
-def tokens_of_tree(chains: Mapping[int, float], seconds: float, acceptance_rate: float) -> float:
-    """Return the tokens that a step with a tree must give to be as fast as the best chain.
+def needed_tokens(chains: Mapping[int, float], seconds: float, acceptance_rate: float) -> float:
+    """Return the tokens that a step of another form must give a row to be as fast as the best chain.
 
     Args:
         chains: the seconds of a step with each K.
-        seconds: the seconds of a step with a tree.
+        seconds: the seconds of a step of the other form.
         acceptance_rate: the rate at which the drafts of chains are accepted.
     """
     from specjax.theory import expected_tokens

@@ -8,13 +8,14 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from specjax.decoding.drafters import num_fed, with_num_draft_tokens, with_tree
-from specjax.proposers import DraftModel
+from specjax.proposers import DraftModel, WithinBudget
 from specjax.theory import StepTimes
 from specjax.types import Proposer
 from specjax.validation import is_integer
@@ -40,29 +41,55 @@ def with_draft_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> dict
     Args:
         proposer: a proposer with the method `with_num_draft_tokens`, as all built-in proposers are.
         draft_lengths: the numbers, each at most the proposer's own; 0 is plain decoding. A proposer of trees of N nodes
-            has N - 1 among them. A number above its own is a tree of one node more, and the others are chains.
+            has N - 1 among them. A number above its own is a tree of one node more, and the others are chains. Beside
+            others a proposer of K drafts within a budget has the sum of K and `drafts_per_row` among them. A number
+            above K is K and a budget, and the others are chains without a budget.
 
     Raises:
         ValueError: there is no number, one is out of its range, or the proposer does not have the method.
     """
-    most, trees = proposer.num_draft_tokens, tree_lengths(proposer, draft_lengths or ())
-    chains = sorted({k for k in draft_lengths or () if k not in trees}, reverse=True)
+    most, forms = proposer.num_draft_tokens, form_lengths(proposer, draft_lengths or ())
+    chains = sorted({k for k in draft_lengths or () if k not in forms}, reverse=True)
     if not draft_lengths or not all(is_integer(k) and 0 <= k <= most for k in chains):
         raise ValueError(f"draft_lengths must be one or more integers in [0, {most}], got {draft_lengths!r}")
-    forms = {k: proposer for k in trees[:1]}
-    forms |= {k: with_tree(proposer, k + 1, coupled=getattr(proposer, "coupled", True)) for k in trees[1:]}
-    if trees:
-        proposer = with_tree(proposer, None, coupled=False)
-    found = {k: with_num_draft_tokens(form, most, may_pause=True) for k, form in forms.items()}
-    return found | {k: with_num_draft_tokens(proposer, k, may_pause=True) for k in chains}
+    if has_budget(proposer) and len(chains) > 1 and not forms:
+        own = f"{largest_length(proposer)}, which stands for the {most} drafts of the proposer within its budget"
+        raise ValueError(f"draft_lengths must have {own}, beside others, got {draft_lengths!r}")
+    found = {k: with_num_draft_tokens(_form(proposer, k), most, may_pause=True) for k in forms}
+    chain = _form(proposer, most) if forms else proposer
+    return found | {k: with_num_draft_tokens(chain, k, may_pause=True) for k in chains}
 
 
-def tree_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> list[int]:
-    """Return the numbers of draft tokens that stand for trees in `with_draft_lengths`, the largest first."""
-    most, largest = proposer.num_draft_tokens, num_fed(proposer) - 1
+def _form(proposer: Proposer, number: int) -> Proposer:
+    """Return the proposer that makes the tree, or has the budget, which a number stands for; its own K is a chain."""
+    most = proposer.num_draft_tokens
+    if number == largest_length(proposer):
+        return proposer
+    if isinstance(proposer, WithinBudget):
+        return replace(proposer, drafts_per_row=number - most if number > most else most)
+    if number > most:
+        return with_tree(proposer, number + 1, coupled=getattr(proposer, "coupled", True))
+    return with_tree(proposer, None, coupled=False)
+
+
+def form_lengths(proposer: Proposer, draft_lengths: Sequence[int]) -> list[int]:
+    """Return the numbers that stand for trees or budgets in `with_draft_lengths`, the largest first."""
+    most, largest = proposer.num_draft_tokens, largest_length(proposer)
     if largest == most or largest not in draft_lengths:
         return []
     return sorted({k for k in draft_lengths if is_integer(k) and most < k <= largest}, reverse=True)
+
+
+def largest_length(proposer: Proposer) -> int:
+    """Return the largest number that `with_draft_lengths` takes for a proposer."""
+    if isinstance(proposer, WithinBudget) and proposer.is_shared:
+        return proposer.num_draft_tokens + proposer.drafts_per_row
+    return num_fed(proposer) - 1
+
+
+def has_budget(proposer: Proposer) -> bool:
+    """Return whether the rows of a step share a budget of verified drafts."""
+    return isinstance(proposer, WithinBudget) and proposer.is_shared
 
 
 class DraftLength(Protocol):
@@ -148,6 +175,22 @@ class _Places:
         self._accepted = _faded(self._accepted, factors, is_accepted)
 
 
+class _Tokens:
+    """How many tokens a row got in a step lately, where the rows of a step have other numbers of drafts."""
+
+    def __init__(self):
+        self._rows = self._accepted = 0.0
+
+    def tokens(self) -> list[float]:
+        """Return the tokens of a step, as `_Places` does for its largest K."""
+        return [1 + self._accepted / self._rows]
+
+    def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
+        factor = math.exp(-min(len(num_drafts) / MEMORY, 1 / MEMORY_STEPS))
+        self._rows = factor * self._rows + len(num_drafts)
+        self._accepted = factor * self._accepted + float(np.minimum(num_accepted, num_drafts).sum())
+
+
 def _faded(counts: Sequence[float], factors: Sequence[float], is_new: np.ndarray) -> list[float]:
     """Return the counts at each place times its factor, and one more for each row [B, place] that is new."""
     new = is_new.sum(axis=0).tolist()
@@ -157,11 +200,12 @@ def _faded(counts: Sequence[float], factors: Sequence[float], is_new: np.ndarray
 class ByStepTimes:
     """Choose the K with the most tokens per second, by the seconds of a step and the acceptance at each place.
 
-    Trees compete with the best chain. A tree is not tried where its longest path would not pay. After its first step it
-    takes turns with the other trees, for `PROBE_SHARE` of the time: beside a chain all seconds of a step count, beside
-    a faster tree the seconds that it loses. The best chain is tried beside a tree in the same way.
+    Other forms, which are trees and budgets, compete with the best chain. A form is not tried where the most tokens
+    that it may give would not pay. After its first step it takes turns with the other ones, for `PROBE_SHARE` of the
+    time: beside a chain all seconds of a step count, beside a faster form the seconds that it loses. The best chain is
+    tried beside a form in the same way.
 
-    While plain decoding is the fastest, the smallest other K is tried from time to time, in turn with the trees, for
+    While plain decoding is the fastest, the smallest other K is tried from time to time, in turn with the forms, for
     `PROBE_SHARE` of the time. Before it a draft model is fed all tokens of the plain steps since, and `FEED_SHARE` of
     their time is set aside for that. A drafter that takes more for each token is not tried again in sequences that it
     has been left behind in.
@@ -185,20 +229,22 @@ class ByStepTimes:
                 expected = f"the seconds of a step for each K of {self._lengths}"
                 raise ValueError(f"step_times must have {expected}, got {sorted(seconds)} for {batch} sequences")
         self.times, self._most_behind = times, _most_behind(proposer)
-        trees, self._depth = tree_lengths(proposer, self._lengths), proposer.num_draft_tokens
-        chains = [k for k in self._lengths if k not in trees]
+        forms, depth = form_lengths(proposer, self._lengths), proposer.num_draft_tokens
+        chains = [k for k in self._lengths if k not in forms]
         self._places = _Places(chains[-1] if chains else 0)
-        self._of_trees = {k: _Places(self._depth) for k in trees}
+        is_budget = has_budget(proposer)
+        self._of_forms: dict[int, _Tokens | _Places] = {k: _Tokens() if is_budget else _Places(depth) for k in forms}
+        self._most_tokens = {k: 1 + (k - depth if is_budget else depth) for k in forms}
         self.allow(self._lengths)
-        self._tried: set[int] = set()  # trees whose acceptance is known
-        self._asked: set[int] = set()  # trees that a step was chosen to have
-        self._saved = {"plain": 0.0, "chain": 0.0, "tree": 0.0}  # seconds for the next try beside each form
+        self._tried: set[int] = set()  # forms whose acceptance is known
+        self._asked: set[int] = set()  # forms that a step was chosen to have
+        self._saved = {"plain": 0.0, "chain": 0.0, "form": 0.0}  # seconds for the next try beside each of them
         self._num_tries = 0
 
     def allow(self, draft_lengths: Collection[int]) -> None:
         """Choose among some of the K alone from now on, such as those whose programs are ready."""
-        self._chains = [k for k in self._lengths if k in draft_lengths and k not in self._of_trees]
-        self._trees = [k for k in self._of_trees if k in draft_lengths]
+        self._chains = [k for k in self._lengths if k in draft_lengths and k not in self._of_forms]
+        self._forms = [k for k in self._of_forms if k in draft_lengths]
 
     def rates(self) -> np.ndarray:
         """Return the acceptance rate [K] of a chain's draft at each place, given that those before it are accepted.
@@ -210,26 +256,26 @@ class ByStepTimes:
     def choose(self, num_running: int, num_behind: int) -> int:
         seconds, of_chains = self.times.at(num_running), self._places.tokens()
         tokens = {k: of_chains[k] for k in self._chains}
-        tokens |= {k: self._of_trees[k].tokens()[-1] for k in self._tried}
-        if not tokens:  # there is no chain, and no tree has been tried
-            return self._trees[0]
+        tokens |= {k: self._of_forms[k].tokens()[-1] for k in self._tried}
+        if not tokens:  # there is no chain, and no form has been tried
+            return self._forms[0]
         chain = max(self._chains, key=lambda k: tokens[k] / seconds[k], default=None)
         best = max(tokens, key=lambda k: (tokens[k] / seconds[k], k == chain))
         speed = tokens[best] / seconds[best]
-        trees = [k for k in self._trees if k != best and (1 + self._depth) / seconds[k] > speed]
+        forms = [k for k in self._forms if k != best and self._most_tokens[k] / seconds[k] > speed]
         if best == 0:
-            return self._beside_plain([*self._chains[1:2], *trees], seconds, num_behind)
-        if best in self._of_trees:
-            others = [k for k in (chain or next(iter(self._chains[1:]), 0),) if k] + trees
+            return self._beside_plain([*self._chains[1:2], *forms], seconds, num_behind)
+        if best in self._of_forms:
+            others = [k for k in (chain or next(iter(self._chains[1:]), 0),) if k] + forms
             cost = {k: seconds[k] - tokens.get(k, 0) / speed for k in others}
-            return self._beside("tree", best, cost, seconds)
-        return self._beside("chain", best, {k: seconds[k] for k in trees}, seconds)
+            return self._beside("form", best, cost, seconds)
+        return self._beside("chain", best, {k: seconds[k] for k in forms}, seconds)
 
     def _beside(self, kind: str, best: int, cost: Mapping[int, float], seconds: Mapping[int, float]) -> int:
-        """Return the fastest K, or one of others where its turn has come and its cost is saved or it is a new tree."""
+        """Return the fastest K, or one of others where its turn has come and its cost is saved or it is a new form."""
         if not cost:
             return best
-        new = [k for k in cost if k in self._of_trees and k not in self._asked]
+        new = [k for k in cost if k in self._of_forms and k not in self._asked]
         other = new[0] if new else list(cost)[self._num_tries % len(cost)]
         if not new and self._saved[kind] < cost[other]:
             self._saved[kind] += PROBE_SHARE * seconds[best]
@@ -251,15 +297,17 @@ class ByStepTimes:
     def _try(self, kind: str, length: int) -> int:
         self._saved[kind] = 0.0
         self._num_tries += 1
-        if length in self._of_trees:
+        if length in self._of_forms:
             self._asked.add(length)
         return length
 
     def count(self, num_drafts: np.ndarray, num_accepted: np.ndarray, length: int | None = None) -> None:
-        of_tree = None if length is None else self._of_trees.get(length)
-        if length is not None and of_tree is not None:
+        if not len(num_drafts):  # all sequences of the step had ended
+            return
+        of_form = None if length is None else self._of_forms.get(length)
+        if length is not None and of_form is not None:
             self._tried.add(length)
-        (of_tree or self._places).count(num_drafts, num_accepted)
+        (of_form or self._places).count(num_drafts, num_accepted)
 
 
 def check_choice(
@@ -281,7 +329,7 @@ def check_choice(
     if not (choose_draft_length is None or callable(choose_draft_length)):
         raise ValueError(f"choose_draft_length must be None or a function, got {choose_draft_length!r}")
     if step_times is not None and draft_lengths is None:
-        draft_lengths = table_lengths(step_times, num_fed(proposer) - 1)
+        draft_lengths = table_lengths(step_times, largest_length(proposer))
     is_chosen = draft_lengths is not None and len(set(draft_lengths)) > 1
     for name, value in (("choose_draft_length", choose_draft_length), ("step_times", step_times)):
         if value is not None and not is_chosen:
@@ -309,9 +357,12 @@ def table_lengths(times: StepTimes, most: float = math.inf) -> tuple[int, ...]:
 
 
 def choices(proposer: Proposer) -> tuple[int, ...]:
-    """Return the `CHOICES` below the number of drafts that a proposer makes, and that number, at most the largest."""
+    """Return the `CHOICES` below the number of drafts that a proposer makes, and that number, at most the largest.
+
+    Where it has a budget, the number that stands for it comes after them.
+    """
     most = min(proposer.num_draft_tokens, max(CHOICES))
-    return (*(k for k in CHOICES if k < most), most)
+    return (*(k for k in CHOICES if k < most), most, *([largest_length(proposer)] if has_budget(proposer) else []))
 
 
 def _most_behind(proposer: Proposer) -> float:

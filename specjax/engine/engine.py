@@ -21,7 +21,7 @@ import numpy as np
 from specjax import proposers, verifiers
 from specjax.decoding.drafters import in_memory
 from specjax.engine import garbage
-from specjax.engine.draft_length import check_choice
+from specjax.engine.draft_length import check_choice, has_budget
 from specjax.engine.grammar_compiler import MAX_WAITING_OF_CLIENT, GrammarCompiler
 from specjax.engine.inputs import check_eos_token_ids, encode_prompt, key_data
 from specjax.engine.later_lengths import LaterLengths, first_lengths, measured_choice
@@ -119,11 +119,13 @@ class Engine:
             sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
             decoding. N - 1 among them is the tree of a proposer of trees of N nodes, and the others are then
-            chains. None takes the numbers of `step_times`, or else the proposer's own alone. Where there are several, K
-            is chosen before each step. Where that is by `step_times`, the engine starts when the programs of the
-            smallest and of the largest K are compiled, and takes the others when theirs are; see
-            `wait_for_draft_lengths`. The tokens of a request then depend on the other requests and, at first, on when
-            programs are ready, except under `verifiers.match`; the distribution that they are drawn from does not.
+            chains. The sum of K and `drafts_per_row` stands for the K drafts of `proposers.within_budget`, and the
+            others are then chains without a budget. None takes the numbers of `step_times`, or else the proposer's own
+            alone. Where there are several, K is chosen before each step. Where that is by `step_times`, the engine
+            starts when the programs of the smallest and of the largest K are compiled, and takes the others when theirs
+            are; see `wait_for_draft_lengths`. The tokens of a request then depend on the other requests and, at first,
+            on when programs are ready, except under `verifiers.match`; the distribution that they are drawn from does
+            not.
         choose_draft_length: a function `(num_running, acceptance_rate) -> K` that chooses one of `draft_lengths`, given
             the number of samples in the step and an estimate of how often drafts were accepted lately. The engine fails
             where it raises an error or returns another number. None chooses by `step_times`.
@@ -248,7 +250,9 @@ class Engine:
         log_caches(device, pool)
         self._tokenizer, self._eos, self._vocab_size = tokenizer, eos_token_ids, model.vocab_size
         uses = None if warm_up is None else {self._use_of(each) for each in warm_up}
-        first = first_lengths(device.draft_lengths, is_by_times=choose_draft_length is None)
+        # A number above the drafts stands for a budget, whose steps verify fewer rows than the longest chain.
+        longest = proposer.num_draft_tokens if has_budget(proposer) else None
+        first = first_lengths(device.draft_lengths, is_by_times=choose_draft_length is None, longest=longest)
         with garbage.paused():
             device.compile(chunk_size, prompt_sizes, uses, first)
         measurement = None

@@ -19,7 +19,7 @@ from specjax.types import Proposer
 logger = logging.getLogger(__name__)
 
 
-def first_lengths(draft_lengths: Sequence[int], *, is_by_times: bool) -> tuple[int, ...]:
+def first_lengths(draft_lengths: Sequence[int], *, is_by_times: bool, longest: int | None = None) -> tuple[int, ...]:
     """Return the K whose steps are compiled before an engine serves: the smallest and the largest, or all.
 
     These are all where a function of the caller may take any, and where several processes must compile in one order.
@@ -27,10 +27,12 @@ def first_lengths(draft_lengths: Sequence[int], *, is_by_times: bool) -> tuple[i
     Args:
         draft_lengths: the K that steps may have in the end.
         is_by_times: whether K is chosen by the seconds of steps.
+        longest: the largest of them that may be first, where larger ones stand for less work; None is any.
     """
     if not is_by_times or jax.process_count() > 1:
         return tuple(draft_lengths)
-    return tuple(sorted({min(draft_lengths), max(draft_lengths)}))
+    largest = max((k for k in draft_lengths if longest is None or k <= longest), default=max(draft_lengths))
+    return tuple(sorted({min(draft_lengths), largest}))
 
 
 def measured_choice(

@@ -16,7 +16,7 @@ from specjax import models, proposers, verifiers
 from specjax.decoding.drafters import check_pair
 from specjax.engine import chat
 from specjax.engine.compilation_cache import enable as enable_compilation_cache
-from specjax.engine.draft_length import CHOICES, ByStepTimes, choices, table_lengths
+from specjax.engine.draft_length import CHOICES, ByStepTimes, choices, largest_length, table_lengths
 from specjax.engine.inputs import check_eos_token_ids, encode_prompt, key_data
 from specjax.engine.report import log_first_call, log_models
 from specjax.engine.requests import Completion, Metrics, Piece, Result
@@ -101,6 +101,9 @@ class LLM:
             `block` sampled ones, which `trees.traversal` verifies; other verifiers but `typical` take none. With "auto"
             each step has a chain or a tree, of one of several numbers of nodes where this is a sequence of them; the
             table of `step_times` then has the N - 1 drafts of each tree as a K.
+        drafts_per_row: the drafts that a step verifies, for each of its samples, an integer in [1, K]: they share this
+            budget, as `proposers.within_budget` says. With "auto" a step has a chain of some K without a budget, or the
+            most drafts within it; the table of `step_times` then has the sum of both as a K. None is no budget.
         cache_dtype: "fp8" keeps the keys and values of the target, and of a draft model that is given as a checkpoint,
             in float8_e4m3fn, which has half the size of bfloat16. Both then give slightly other distributions. None is
             the dtype of the weights.
@@ -140,18 +143,26 @@ class LLM:
         cache_dtype: str | None = None,
         step_times: StepTimes | str | Path | None = None,
         tree: int | Sequence[int] | None = None,
+        drafts_per_row: int | None = None,
     ):
         num_draft_tokens, tensor_parallel = as_python(num_draft_tokens), as_python(tensor_parallel)
-        max_length, num_slots = as_python(max_length), as_python(num_slots)
+        max_length, num_slots, drafts_per_row = as_python(max_length), as_python(num_slots), as_python(drafts_per_row)
         is_auto = num_draft_tokens == "auto"
         nodes = numbers_of_nodes(tree, is_auto)
         largest = nodes[-1] if nodes else None
+        if drafts_per_row is not None and not (is_integer(drafts_per_row) and drafts_per_row >= 1):
+            raise ValueError(f"drafts_per_row must be None or an integer >= 1, got {drafts_per_row!r}")
+        if drafts_per_row is not None and nodes:
+            raise ValueError(
+                f"drafts_per_row must be None for trees, whose nodes are all verified, got {drafts_per_row}"
+            )
         if step_times is not None and not is_auto:
             raise ValueError(f"step_times must be None unless num_draft_tokens is 'auto', got {num_draft_tokens!r}")
         times = as_step_times(step_times)
         if is_auto:
             of_chains = CHOICES if times is None else table_lengths(times)
-            num_draft_tokens = max((k for k in of_chains if not nodes or k < nodes[0] - 1), default=0)
+            longest = nodes[0] - 2 if nodes else max(of_chains) - (0 if times is None else drafts_per_row or 0)
+            num_draft_tokens = max((k for k in of_chains if k <= longest), default=0)
         if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         _check_options(verifier, num_slots)
@@ -205,9 +216,11 @@ class LLM:
             draft_model = _load_draft(found, weights_dtype, cache_dtype, target, checkpoint)
             proposer = proposers.draft_model(draft_model, num_draft_tokens)
         _check_proposer(proposer, target, is_auto)
+        if drafts_per_row is not None:
+            proposer = proposers.within_budget(proposer, drafts_per_row)
         draft_lengths = None
         if is_auto and proposer.num_draft_tokens > 0:
-            most = proposer.num_draft_tokens if largest is None else largest - 1
+            most = largest_length(proposer) if largest is None else largest - 1
             draft_lengths = choices(proposer) if times is None else table_lengths(times, most)
             if nodes:
                 check_beside_chains(nodes[0], proposer.num_draft_tokens)

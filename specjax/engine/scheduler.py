@@ -510,7 +510,8 @@ class Scheduler:
         read: Any = jax.device_get((output.numbers, output.log_probs, scores))
         numbers, log_probs, scores = read
         if self._draft_length is not None:
-            self._draft_length.count(numbers[:, -2], numbers[:, -1], self._chosen.popleft())
+            has_run = numbers[:, 0] >= 0
+            self._draft_length.count(numbers[has_run, -2], numbers[has_run, -1], self._chosen.popleft())
         totals, lists = Counts(output.totals), numbers.tolist()
         num_committed = (numbers[:, :-3] >= 0).sum(axis=1).tolist()
         for job, row in zip(jobs, rows, strict=True):

@@ -45,7 +45,7 @@ def of_model(model: Model, verifier: Verifier) -> dict[str, str]:
 def of_proposer(proposer: Proposer) -> dict[str, str]:
     """Return the facts that are known once the proposer is loaded."""
     found = {"the proposer": type(proposer).__name__, "num_draft_tokens": str(proposer.num_draft_tokens)}
-    found["tree"] = str(getattr(proposer, "tree", None))
+    found |= {name: str(getattr(proposer, name, None)) for name in ("tree", "drafts_per_row")}
     return found | _of_arrays("proposer", proposer)
 
 

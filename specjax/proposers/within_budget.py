@@ -52,6 +52,11 @@ class WithinBudget(InMemory):
         return self.proposer.num_draft_tokens
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the budget leaves drafts out. Otherwise rows have all their drafts, and nothing is counted."""
+        return self.drafts_per_row < self.num_draft_tokens
+
+    @property
     def takes_pages(self) -> bool:
         return self._inner.takes_pages
 
@@ -92,6 +97,8 @@ class WithinBudget(InMemory):
     def propose(self, keys: Array, context: Context, sampling: Any, state: Memory, *memory: Memory) -> tuple:
         inner, counts = _parts(state)
         draft, inner, *written = self._inner.propose(keys, context, sampling, inner, *memory)
+        if not self.is_shared:
+            return draft, _beside(inner, counts), *written
         draft = canonical(draft)
         level = levels(draft.distribution, *draft.tokens.shape)
         index = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
@@ -106,6 +113,8 @@ class WithinBudget(InMemory):
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         inner, counts = _parts(state)
         inner = self._inner.update(context, verified, features, inner)
+        if not self.is_shared:
+            return _beside(inner, counts)
         index = jnp.arange(counts.level.shape[1], dtype=jnp.int32)[None]
         accepted = jnp.minimum(verified.num_accepted, counts.num_drafts)
         is_tried = index < jnp.minimum(accepted + 1, counts.num_drafts)[:, None]
@@ -189,7 +198,7 @@ def within_budget(proposer: Proposer, drafts_per_row: int) -> WithinBudget:
         A proposer.
 
     Raises:
-        ValueError: the number is out of its range, or the proposer drafts trees.
+        ValueError: the number is out of its range, or the proposer makes no drafts, or trees.
 
     Example:
         >>> from specjax import proposers
@@ -200,6 +209,8 @@ def within_budget(proposer: Proposer, drafts_per_row: int) -> WithinBudget:
     if tree is not None:
         raise ValueError(f"proposer must draft chains to share a budget, got one of trees of {tree} nodes")
     most = proposer.num_draft_tokens
+    if not most:
+        raise ValueError(f"proposer must make drafts, of which a budget verifies some, got {type(proposer).__name__}")
     if not (is_integer(drafts_per_row) and 1 <= drafts_per_row <= most):
         raise ValueError(
             f"drafts_per_row must be an integer in [1, {most}], the drafts of a row, got {drafts_per_row!r}"
