@@ -18,6 +18,7 @@ from specjax.decoding.feeding import feed_prompts
 from specjax.decoding.log_probs import LogProbs
 from specjax.decoding.mixed_steps import beside
 from specjax.decoding.ragged_steps import within
+from specjax.distributions import sampled
 from specjax.keys import of_requests, positions
 from specjax.pages import Pages, check_pages, check_pages_of_prompts
 from specjax.parallel import WHOLE, OnMesh, on_devices, shards
@@ -322,13 +323,6 @@ def _without_pages_of_ended_rows(context: Context) -> Context:
     return context._replace(pages=jnp.where(context.active[:, None], context.pages, NO_PAGE))
 
 
-def _reported(target: Categorical) -> Categorical:
-    """Return the distribution whose log-probabilities are reported: the target's, with greedy rows at temperature 1."""
-    if target.temperature is None:
-        return target
-    return target._replace(temperature=jnp.where(target.temperature > 0, target.temperature, 1))
-
-
 def _commit(state: State, verified: Verified) -> tuple[Context, Array, Array]:
     """Append the verified tokens up to the end of each row.
 
@@ -412,9 +406,9 @@ def _account(
     buffer, entries = state.log_probs, None
     if buffer is not None:
         slots = before.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        buffer = log_probs.record(buffer, slots, tokens, _reported(target), axis_name=axis_name)
+        buffer = log_probs.record(buffer, slots, tokens, sampled(target), axis_name=axis_name)
     if num_logprobs is not None:
-        entries = log_probs.logprobs(_reported(target), tokens, num_logprobs, axis_name=axis_name)
+        entries = log_probs.logprobs(sampled(target), tokens, num_logprobs, axis_name=axis_name)
     info = Info(tokens, num_drafts, num_accepted=verified.num_accepted, log_probs=entries)
     return state._replace(totals=totals, log_probs=buffer), info
 

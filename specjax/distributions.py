@@ -131,6 +131,19 @@ def normalize(distribution: Categorical, argmax: bool = False, axis_name: str | 
     return Normalized(distribution, _by_row(distribution, shift), _by_row(distribution, log_mass), best, axis_name)
 
 
+def sampled(distribution: Categorical) -> Categorical:
+    """Return a distribution whose greedy rows have temperature 1, so that their tokens have probabilities."""
+    if distribution.temperature is None:
+        return distribution
+    return distribution._replace(temperature=jnp.where(distribution.temperature > 0, distribution.temperature, 1))
+
+
+def likeliest_probability(distribution: Categorical) -> Array:
+    """Return the probability [B, T] float32 of the likeliest token of every row, 0 where a row has no mass."""
+    mass, *_ = row_masses(in_memory_order(distribution), None, False)
+    return _by_row(distribution, jnp.where(mass > 0, 1 / mass, 0).astype(jnp.float32))
+
+
 def argmax(distribution: Categorical) -> Array:
     """Return the lowest id [B, T] int32 of the largest logit of every row."""
     return _by_row(distribution, first_of_largest(numbers(in_memory_order(distribution).logits)))

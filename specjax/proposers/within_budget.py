@@ -17,6 +17,7 @@ from specjax.decoding.drafters import (
     with_num_draft_tokens,
     writes_memory,
 )
+from specjax.distributions import likeliest_probability, sampled
 from specjax.proposers.drawing import only_in
 from specjax.proposers.none import Paused
 from specjax.types import Array, Categorical, Context, Memory, ModelInput, Proposer, PyTree, Verified
@@ -149,27 +150,14 @@ def _parts(state: Memory) -> tuple[Memory, Counts]:
 def levels(distribution: Categorical | None, num_rows: int, num_drafts: int) -> Array:
     """Return the level of each draft, [B, K] int32: how likely the likeliest token of its distribution is.
 
-    It does not depend on the draft itself. Without a distribution the level is the place of the draft, from the highest
-    level on.
+    Rows of temperature 0 count as at temperature 1. The level does not depend on the draft itself. Without a
+    distribution it is the place of the draft, from the highest level on.
     """
     if distribution is None:
         place = jnp.maximum(NUM_LEVELS - 1 - jnp.arange(num_drafts, dtype=jnp.int32), 0)
         return jnp.broadcast_to(place[None], (num_rows, num_drafts))
-    likeliest = likeliest_probability(distribution)
+    likeliest = likeliest_probability(sampled(distribution))
     return jnp.sum(likeliest[..., None] >= jnp.array(LEVELS)[None, None], axis=-1, dtype=jnp.int32)
-
-
-def likeliest_probability(distribution: Categorical) -> Array:
-    """Return the probability [B, T] float32 of the likeliest token; at temperature 1 where the temperature is 0."""
-    logits = distribution.logits.astype(jnp.float32)
-    if distribution.rows is not None:
-        logits = logits[distribution.rows]
-    if distribution.temperature is not None:
-        temperature = jnp.where(distribution.temperature > 0, distribution.temperature, 1)
-        logits = logits / temperature.astype(jnp.float32)[:, None, None]
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    mass = jnp.sum(jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0)), axis=-1)
-    return jnp.where(mass > 0, 1 / mass, 0)
 
 
 def _rates(counts: Counts, active: Array) -> Array:
