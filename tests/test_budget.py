@@ -54,13 +54,6 @@ def test_tokens_do_not_change_under_match(target, kind, drafts_per_row):
         assert 0 < drafted.sum() <= drafts_per_row * np.asarray(state.totals.steps).max() * len(LENGTHS)
 
 
-@pytest.mark.slow
-def test_a_budget_of_all_drafts_changes_nothing(target):
-    proposer = proposers.draft_model(model(DRAFT, 1), 3)
-    shared = run(target, proposers.within_budget(proposer, 3), PARAMS, one_of("rejection"), lengths=LENGTHS)
-    assert outputs(shared) == outputs(run(target, proposer, PARAMS, one_of("rejection"), lengths=LENGTHS))
-
-
 def test_the_choice_is_lossless():
     testing.assert_choice_lossless(
         lambda drafted: admitted(likeliest_probability(Categorical.from_probs(drafted.probs)), budget=1)
