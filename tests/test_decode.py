@@ -492,6 +492,8 @@ def test_other_things_than_a_state():
         (dict(prompts=np.zeros((2, 0), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 0"),
         (dict(prompts=np.zeros((2, 17), np.int32)), r"prompts must have a width in \[1, max_length = 16\], got 17"),
         (dict(prompts=[[0, 1], [2]]), r"prompts must be int32 \[B, W\], got lists of several lengths"),
+        (dict(prompts=[[True, 2]]), r"prompts must be int32 \[B, W\], got \[\[True, 2\]\]"),
+        (dict(lengths=[2, True]), r"lengths must be int32 \[B\], got \[2, True\]"),
         (dict(prompts="ab"), r"prompts must be int32 \[B, W\], got 'ab'"),
         (dict(lengths=np.ones(3, np.int32)), r"lengths must be int32 of shape \[B\] = \(2,\), got int32 \(3,\)"),
         (dict(lengths=np.ones(2, np.float32)), r"lengths must be int32 of shape \[B\] = \(2,\), got float32"),

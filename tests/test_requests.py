@@ -220,6 +220,8 @@ class TestPrompts:
             (5, "prompts must be a string, or a list of strings or of token ids, got 5"),
             (b"abc", "prompts must be a string, or a list of strings or of token ids, got b'abc'"),
             ([b"abc"], r"prompts\[0\] must be a string or a list of token ids, got b'abc'"),
+            ([bytearray(b"a")], r"prompts\[0\] must be a string or a list of token ids, got bytearray"),
+            ([[True, 2]], r"prompts\[0\] must be a string or a list of token ids, got \[True, 2\]"),
             ([None], r"prompts\[0\] must be a string or a list of token ids, got None"),
             ([[[1], [1, 2]]], r"prompts\[0\] must be a string or a list of token ids, got \[\[1\], \[1, 2\]\]"),
             (["a", "b\udcff"], r"prompts\[1\] must be text that UTF-8 can encode, got '\\udcff' at 1"),

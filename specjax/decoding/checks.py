@@ -8,11 +8,13 @@ import numpy as np
 
 from specjax.sampling import Sampling
 from specjax.types import Array, Model, Proposer
-from specjax.validation import is_integer, is_traced
+from specjax.validation import holds_booleans, is_integer, is_traced
 
 
 def as_integers(name: str, given: Any, shape: str) -> Array:
     """Return an argument as an array; raise ValueError where it cannot be one, as lists of several lengths."""
+    if holds_booleans(given):
+        raise ValueError(f"{name} must be int32 {shape}, got {given!r}")
     try:
         return jnp.asarray(given)
     except (TypeError, ValueError):

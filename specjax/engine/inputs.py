@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specjax.sampling import SamplingParams
-from specjax.validation import is_integer
+from specjax.validation import holds_booleans, is_integer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -52,7 +52,8 @@ def encode_prompt(
             ids = np.asarray(prompt)
         except ValueError:  # the prompt is a list of lists of different lengths
             ids = np.empty(())
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        is_list = ids.ndim == 1 and not isinstance(prompt, bytearray) and not holds_booleans(prompt)
+        if not is_list or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise ValueError(f"{name} must be a string or a list of token ids, got {prompt!r}")
     if not len(prompt) or not ids.size:
         raise ValueError(f"{name} must have at least one token, got {prompt!r}")

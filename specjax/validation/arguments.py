@@ -20,6 +20,13 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def holds_booleans(value: object) -> bool:
+    """Return whether a list or a tuple holds True or False, which an array of numbers would take for 1 or 0."""
+    if isinstance(value, list | tuple):
+        return any(map(holds_booleans, value))
+    return isinstance(value, bool | np.bool)
+
+
 def as_python(value: Any) -> Any:
     """Return a number of NumPy as one of Python, because sums in small integer types overflow; else `value` itself."""
     return value.item() if isinstance(value, np.generic) else value
