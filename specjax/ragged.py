@@ -4,8 +4,7 @@ The rows are not copied; `Categorical.rows` says which rows belong to each seque
 vocabulary.
 """
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,9 +12,12 @@ import numpy as np
 
 from specjax.distributions import as_categorical
 from specjax.types import Array, Categorical, Draft, Verified, Verifier
-from specjax.validation import check_array, is_integer, is_traced
+from specjax.validation import check_array, holds_booleans, is_integer, is_traced
 
 __all__ = ["Packed", "expand_to_tokens", "pack", "parse_output", "verify"]
+
+
+_NO_LISTS = str | bytes | bytearray | Mapping | Set  # their elements have no order, or would pass for token ids
 
 
 class Packed(NamedTuple):
@@ -38,7 +40,7 @@ def pack(drafts: Sequence[Sequence[int]]) -> Packed:
         Packed, NumPy arrays.
 
     Raises:
-        ValueError: a token id is not an integer that int32 holds.
+        ValueError: drafts are no lists of token ids, integers that int32 holds.
 
     Example:
         >>> packed = pack([[5, 6], [], [7]])
@@ -47,11 +49,14 @@ def pack(drafts: Sequence[Sequence[int]]) -> Packed:
         >>> packed.target_rows, packed.bonus_rows
         (array([0, 1, 4], dtype=int32), array([2, 3, 5], dtype=int32))
     """
-    counts = [len(tokens) for tokens in drafts]
+    if not isinstance(drafts, Iterable) or isinstance(drafts, _NO_LISTS):
+        raise ValueError(f"drafts must be a list of lists of token ids, got {drafts!r}")
+    ids = [_as_ids(f"drafts[{i}]", tokens) for i, tokens in enumerate(drafts)]
+    counts = [len(tokens) for tokens in ids]
     cumulative = np.cumsum(counts, dtype=np.int32)
     sequence = np.arange(len(counts), dtype=np.int32)
     return Packed(
-        draft_tokens=_as_ids(list(chain.from_iterable(drafts))),
+        draft_tokens=np.concatenate([np.zeros(0, np.int32), *ids]),
         cu_num_draft_tokens=cumulative,
         target_rows=np.arange(sum(counts), dtype=np.int32) + np.repeat(sequence, counts),
         bonus_rows=cumulative + sequence,
@@ -59,13 +64,19 @@ def pack(drafts: Sequence[Sequence[int]]) -> Packed:
     )
 
 
-def _as_ids(tokens: list[int]) -> np.ndarray:
+def _as_ids(name: str, tokens: Any) -> np.ndarray:
     """Return token ids as an array [num_tokens] int32; raise ValueError where they are none."""
-    ids, limits = np.array(tokens), np.iinfo(np.int32)
-    if not ids.size:
+    is_list = isinstance(tokens, Iterable) and not isinstance(tokens, _NO_LISTS) and not holds_booleans(tokens)
+    try:
+        ids = np.array(tokens) if is_list else np.array(None)
+    except ValueError:  # lists of several lengths
+        ids = np.array(None)
+    if ids.shape == (0,):
         return np.zeros(0, np.int32)
-    if not np.issubdtype(ids.dtype, np.integer) or ids.min() < limits.min or ids.max() > limits.max:
-        raise ValueError(f"drafts must have integers that int32 holds, got {tokens}")
+    limits = np.iinfo(np.int32)
+    are_integers = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)
+    if not are_integers or ids.min() < limits.min or ids.max() > limits.max:
+        raise ValueError(f"{name} must be a list of integers that int32 holds, got {tokens!r}")
     return ids.astype(np.int32)
 
 
@@ -133,7 +144,8 @@ def verify(
 
 def _checked_tokens(draft_tokens: Array, cu_num_draft_tokens: Array, max_draft_tokens: int) -> tuple[Array, Array]:
     """Return the tokens [num_tokens] and the cumulative counts [B] in int32, after the checks."""
-    tokens, counts = jnp.asarray(draft_tokens), jnp.asarray(cu_num_draft_tokens)
+    tokens = _as_array("draft_tokens", draft_tokens)
+    counts = _as_array("cu_num_draft_tokens", cu_num_draft_tokens)
     check_array("draft_tokens", tokens, "[num_tokens]", (None,), jnp.integer)
     check_array("cu_num_draft_tokens", counts, "[B]", (None,), jnp.integer)
     if not (is_integer(max_draft_tokens) and max_draft_tokens >= 0):
@@ -202,18 +214,26 @@ def expand_to_tokens(values: Array, cu_num_tokens: Array, num_tokens: int | None
         [num_tokens], of the dtype of `values`.
 
     Raises:
-        ValueError: an array has a wrong shape.
+        ValueError: an array has a wrong shape or dtype; the counts decrease; or `num_tokens` is no integer >= 0, is
+            above 0 without sequences, or is not given with traced counts.
 
     Example:
         >>> import jax.numpy as jnp
         >>> expand_to_tokens(jnp.array([7, 8, 9]), jnp.array([2, 5, 6]), 6)
         Array([7, 7, 8, 8, 8, 9], dtype=int32)
     """
-    values, counts = jnp.asarray(values), jnp.asarray(cu_num_tokens)
+    values, counts = _as_array("values", values), _as_array("cu_num_tokens", cu_num_tokens)
     check_array("cu_num_tokens", counts, "[B]", (None,), jnp.integer)
     check_array("values", values, "[B]", counts.shape, np.generic)
+    if not is_traced(counts) and np.any(np.diff(np.asarray(counts), prepend=0) < 0):
+        raise ValueError(f"cu_num_tokens must be non-decreasing, from 0 on, got {np.asarray(counts).tolist()}")
     if num_tokens is None:
+        if is_traced(counts):
+            raise ValueError("num_tokens must be an integer where cu_num_tokens is traced, got None")
         num_tokens = int(counts[-1]) if counts.size else 0
+    most = "" if counts.size else ", and 0 without sequences"
+    if not (is_integer(num_tokens) and num_tokens >= 0 and (counts.size or not num_tokens)):
+        raise ValueError(f"num_tokens must be an integer >= 0{most}, got {num_tokens!r}")
     return values[jnp.searchsorted(counts, jnp.arange(num_tokens, dtype=counts.dtype), side="right")]
 
 
@@ -227,12 +247,30 @@ def parse_output(tokens: Array, vocab_size: int) -> list[list[int]]:
     Returns:
         A list of token ids for each sequence.
 
+    Raises:
+        ValueError: `tokens` is no array [B, K+1] of integers, or `vocab_size` is no integer >= 1.
+
     Example:
         >>> import numpy as np
         >>> parse_output(np.array([[5, 3, -1], [2, 7, 9]]), vocab_size=8)
         [[5, 3], [2, 7]]
     """
-    return [row[(row >= 0) & (row < vocab_size)].tolist() for row in np.asarray(tokens)]
+    try:
+        ids: Any = np.asarray(tokens)
+    except ValueError:
+        raise ValueError(f"tokens must have shape [B, K+1], got lists of several lengths, {tokens!r}") from None
+    check_array("tokens", ids, "[B, K+1]", (None, None), jnp.integer)
+    if not (is_integer(vocab_size) and vocab_size >= 1):
+        raise ValueError(f"vocab_size must be an integer >= 1, got {vocab_size!r}")
+    return [row[(row >= 0) & (row < vocab_size)].tolist() for row in ids]
+
+
+def _as_array(name: str, value: Any) -> Array:
+    """Return an argument as an array; raise ValueError where it cannot be one, as text."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be an array of numbers, got {value!r}") from None
 
 
 def _check_packed(name: str, distribution: Categorical, axes: str, shape: tuple[int | None, ...]) -> None:

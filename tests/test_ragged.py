@@ -268,10 +268,20 @@ def test_pack():
     assert ragged.pack([[], []]).draft_tokens.dtype == np.int32
 
 
-@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**64, 1.5, True, "a"])
+@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**64, 1.5, True, "a", [1], None])
 def test_pack_takes_token_ids(token):
-    with pytest.raises(ValueError, match="drafts must have integers that int32 holds, got"):
-        ragged.pack([[], [token]])
+    with pytest.raises(ValueError, match=r"drafts\[1\] must be a list of integers that int32 holds, got \[1, "):
+        ragged.pack([[], [1, token]])
+
+
+@pytest.mark.parametrize("wrong", [1, "ab", b"ab", {1: 2}, {1}, None, np.array([[1, 2]])])
+def test_pack_takes_lists(wrong):
+    with pytest.raises(ValueError, match=r"drafts\[0\] must be a list of integers that int32 holds, got"):
+        ragged.pack([wrong])
+    if not isinstance(wrong, np.ndarray):
+        with pytest.raises(ValueError, match="drafts must be a list of lists of token ids, got"):
+            ragged.pack(wrong)
+    np.testing.assert_array_equal(ragged.pack(iter([(5, 6), np.array([7])])).draft_tokens, [5, 6, 7])
 
 
 @pytest.mark.parametrize(
@@ -299,6 +309,8 @@ TOKENS, LOGITS = np.array([1, 2, 3]), zeros(3, V)
     [
         ({"draft_tokens": TOKENS[None]}, r"draft_tokens must have shape \[num_tokens\] = \(any,\), got \(1, 3\)"),
         ({"draft_tokens": TOKENS / 2}, "draft_tokens must be of integer dtype"),
+        ({"draft_tokens": "abc"}, "draft_tokens must be an array of numbers, got 'abc'"),
+        ({"counts": "ab"}, "cu_num_draft_tokens must be an array of numbers, got 'ab'"),
         ({"counts": np.array([[2, 3]])}, r"cu_num_draft_tokens must have shape \[B\]"),
         ({"counts": np.array([1, 4])}, r"cu_num_draft_tokens must be .* at most num_tokens = 3, got \[1, 4\]"),
         ({"counts": np.array([2, 1])}, r"cu_num_draft_tokens must be non-decreasing .*, got \[2, 1\]"),
@@ -326,3 +338,36 @@ def test_errors(changes, message):
 def test_expand_to_tokens_errors():
     with pytest.raises(ValueError, match=r"values must have shape \[B\] = \(2,\), got \(3,\)"):
         ragged.expand_to_tokens(jnp.zeros(3), jnp.array([1, 2]), 2)
+    for counts in ([2, 1], [-1, 1]):
+        with pytest.raises(
+            ValueError, match=rf"cu_num_tokens must be non-decreasing, from 0 on, got \[{counts[0]}, 1\]"
+        ):
+            ragged.expand_to_tokens([7, 8], counts)
+    for number in (-1, 1.5, True, "a"):
+        with pytest.raises(ValueError, match=rf"num_tokens must be an integer >= 0, got {number!r}"):
+            ragged.expand_to_tokens([7, 8], [1, 2], number)
+    with pytest.raises(ValueError, match="num_tokens must be an integer >= 0, and 0 without sequences, got 2"):
+        ragged.expand_to_tokens(jnp.zeros(0), jnp.zeros(0, jnp.int32), 2)
+    assert ragged.expand_to_tokens(jnp.zeros(0), jnp.zeros(0, jnp.int32)).shape == (0,)
+    with pytest.raises(ValueError, match="num_tokens must be an integer where cu_num_tokens is traced, got None"):
+        jax.jit(ragged.expand_to_tokens)(jnp.zeros(2), jnp.array([1, 2]))
+    with pytest.raises(ValueError, match="values must be an array of numbers, got 'ab'"):
+        ragged.expand_to_tokens("ab", [1, 2])
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab_size, message",
+    [
+        ([1, 2], 8, r"tokens must have shape \[B, K\+1\] = \(any, any\), got \(2,\)"),
+        ([[1], [2, 3]], 8, r"tokens must have shape \[B, K\+1\], got lists of several lengths"),
+        ([[1.5]], 8, "tokens must be of integer dtype, got float32"),
+        ([[True]], 8, "tokens must be of integer dtype, got bool"),
+        ("ab", 8, r"tokens must have shape .*, got \(\)"),
+        ([[1]], "a", "vocab_size must be an integer >= 1, got 'a'"),
+        ([[1]], 0, "vocab_size must be an integer >= 1, got 0"),
+        ([[1]], True, "vocab_size must be an integer >= 1, got True"),
+    ],
+)
+def test_parse_output_errors(tokens, vocab_size, message):
+    with pytest.raises(ValueError, match=message):
+        ragged.parse_output(tokens, vocab_size)
