@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.types import Array
+from specjax.validation import check_array, is_integer
 from specjax.validation.extras import needs
 
 __all__ = [
@@ -52,10 +53,16 @@ def zeros(batch_size: int, num_draft_tokens: int) -> Totals:
         batch_size: B.
         num_draft_tokens: K; 0 is plain decoding.
 
+    Raises:
+        ValueError: a number is not an integer >= 0.
+
     Example:
         >>> zeros(2, 4).accepted_at.shape
         (2, 4)
     """
+    for name, number in (("batch_size", batch_size), ("num_draft_tokens", num_draft_tokens)):
+        if not (is_integer(number) and number >= 0):
+            raise ValueError(f"{name} must be an integer >= 0, got {number!r}")
     rows, positions = (batch_size,), (batch_size, num_draft_tokens)
     return Totals(*(jnp.zeros(shape, jnp.int32) for shape in [rows] * 5 + [positions] * 2 + [rows] * 2))
 
@@ -83,18 +90,18 @@ def update(
         The new totals.
 
     Raises:
-        ValueError: an argument has another shape.
+        ValueError: an argument has another shape or dtype.
 
     Example:
         >>> totals = update(zeros(1, 3), jnp.array([3]), jnp.array([2]), jnp.array([3]), jnp.array([True]))
         >>> totals.accepted_at
         Array([[1, 1, 0]], dtype=int32)
     """
-    batch_size, num_draft_tokens = totals.drafted_at.shape
-    step = {"num_drafts": num_drafts, "num_accepted": num_accepted, "num_emitted": num_emitted, "active": active}
+    batch_size, num_draft_tokens = _checked(totals).drafted_at.shape
+    step = {"num_drafts": num_drafts, "num_accepted": num_accepted, "num_emitted": num_emitted}
     for name, value in step.items():
-        if jnp.shape(value) != (batch_size,):
-            raise ValueError(f"{name} must have shape [B] = ({batch_size},), got {jnp.shape(value)}")
+        check_array(name, value, "[B]", (batch_size,), jnp.integer)
+    check_array("active", active, "[B]", (batch_size,), np.bool)
 
     counts = num_drafts, num_accepted, num_emitted
     drafted, accepted, emitted = (jnp.where(active, count, 0).astype(jnp.int32) for count in counts)
@@ -102,10 +109,7 @@ def update(
     is_draft = index < drafted[:, None]
     tested, passed = jnp.zeros_like(drafted), jnp.zeros_like(drafted)
     if is_accepted is not None:
-        if jnp.shape(is_accepted) != (batch_size, num_draft_tokens):
-            raise ValueError(
-                f"is_accepted must have shape [B, K] = {(batch_size, num_draft_tokens)}, got {jnp.shape(is_accepted)}"
-            )
+        check_array("is_accepted", is_accepted, "[B, K]", (batch_size, num_draft_tokens), np.bool)
         tested, passed = drafted, jnp.sum(is_accepted & is_draft, axis=1, dtype=jnp.int32)
     added = Totals(
         drafted=drafted,
@@ -135,6 +139,7 @@ def acceptance_rate(totals: Totals) -> float:
         >>> acceptance_rate(totals)
         0.75
     """
+    totals = _checked(totals)
     return float(_ratio(_sum(totals.accepted), _sum(totals.drafted)))
 
 
@@ -152,6 +157,7 @@ def mean_acceptance_length(totals: Totals) -> float:
         >>> mean_acceptance_length(totals)
         4.0
     """
+    totals = _checked(totals)
     return float(1 + _ratio(_sum(totals.accepted), _sum(totals.row_steps)))
 
 
@@ -171,6 +177,7 @@ def system_efficiency(totals: Totals) -> float:
         >>> system_efficiency(totals)
         0.8
     """
+    totals = _checked(totals)
     accepted, drafted, row_steps = (_sum(count) for count in (totals.accepted, totals.drafted, totals.row_steps))
     return float(_ratio(accepted + row_steps, drafted + row_steps))
 
@@ -189,6 +196,7 @@ def acceptance_rate_per_position(totals: Totals) -> np.ndarray:
         >>> acceptance_rate_per_position(totals)
         array([ 1.,  0., nan])
     """
+    totals = _checked(totals)
     return _ratio(*(np.atleast_2d(count).sum(axis=0) for count in (totals.accepted_at, totals.drafted_at)))
 
 
@@ -204,7 +212,8 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
         passed / tested, or NaN if nothing was drafted or the verifier did not report the tests.
 
     Raises:
-        ValueError: `num_drafts` has not the shape [...] of the outcomes without their last axis.
+        ValueError: the outcomes are neither counts nor of dtype bool, or `num_drafts` is not of integers in [0, K] in
+            the shape [...] of the outcomes without their last axis.
 
     Example:
         >>> noncausal_acceptance_rate([[True, True, True, False, True]], [5])
@@ -212,9 +221,20 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
     """
     if isinstance(outcomes, Totals):
         return float(_ratio(_sum(outcomes.passed), _sum(outcomes.tested)))
-    is_accepted, counts = np.asarray(outcomes, bool), np.asarray(num_drafts)
-    if counts.shape != is_accepted.shape[:-1]:
-        raise ValueError(f"num_drafts must have shape {is_accepted.shape[:-1]}, got {counts.shape}")
+    try:
+        is_accepted, counts = np.asarray(outcomes), np.asarray(num_drafts)
+    except ValueError:
+        raise ValueError(
+            f"outcomes and num_drafts must be arrays, got lists of several lengths, {outcomes!r} and {num_drafts!r}"
+        ) from None
+    if is_accepted.ndim == 0 or is_accepted.dtype != bool:
+        got = f"{is_accepted.dtype} {is_accepted.shape}"
+        raise ValueError(f"outcomes must be Totals or an array [..., K] bool, got {got}")
+    shape, most = is_accepted.shape[:-1], is_accepted.shape[-1]
+    if counts.shape != shape:
+        raise ValueError(f"num_drafts must have shape {shape}, got {counts.shape}")
+    if not np.issubdtype(counts.dtype, np.integer) or np.any((counts < 0) | (counts > most)):
+        raise ValueError(f"num_drafts must be integers in [0, K = {most}], got {counts.tolist()}")
     is_draft = np.arange(is_accepted.shape[-1]) < counts[..., None]
     return float(_ratio(np.sum(is_accepted & is_draft), np.sum(counts)))
 
@@ -231,11 +251,14 @@ def plot(runs: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: Matplotlib is not installed, which the extra `plot` brings.
-        ValueError: there are no runs.
+        ValueError: there are no runs, or one has no such metrics.
     """
     runs = runs if isinstance(runs, Mapping) else {"": runs}
     if not runs:
         raise ValueError("runs must hold the metrics of at least one run, got none")
+    for run in runs.values():
+        if not hasattr(run, "acceptance_rate_per_position"):
+            raise ValueError(f"runs must be metrics, as results of LLM have them, or a mapping to them, got {run!r}")
     with needs("plot"):
         from matplotlib import pyplot
     figure, (rates, speeds) = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
@@ -258,6 +281,12 @@ def plot(runs: Any) -> Any:
         axes.spines[["top", "right"]].set_visible(False)
     pyplot.close(figure)  # else a notebook shows it twice
     return figure
+
+
+def _checked(totals):
+    if not isinstance(totals, Totals):
+        raise ValueError(f"totals must be Totals, as zeros returns it, got {type(totals).__name__}")
+    return totals
 
 
 def _sum(count):

@@ -167,9 +167,66 @@ def test_wrong_shapes_are_named(name):
         metrics.update(metrics.zeros(2, 2), **step | {name: jnp.ones(3, step[name].dtype)})
 
 
-def test_noncausal_acceptance_rate_names_a_wrong_shape():
-    with pytest.raises(ValueError, match=r"num_drafts must have shape \(2,\), got \(3,\)"):
-        metrics.noncausal_acceptance_rate(np.ones((2, 4), bool), np.ones(3, int))
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_drafts": [3]}, "num_drafts must be an array, got list"),
+        ({"num_accepted": np.array([2.5])}, "num_accepted must be of integer dtype, got float32"),
+        ({"num_emitted": np.array([True])}, "num_emitted must be of integer dtype, got bool"),
+        ({"active": np.array([1])}, "active must be of bool dtype, got int32"),
+        ({"is_accepted": [[True, False, True]]}, "is_accepted must be an array, got list"),
+        ({"is_accepted": np.ones((1, 3))}, "is_accepted must be of bool dtype, got float32"),
+        ({"totals": None}, "totals must be Totals, as zeros returns it, got NoneType"),
+    ],
+)
+def test_wrong_types_are_named(change, message):
+    step = dict(zip(("num_drafts", "num_accepted", "num_emitted"), np.array([[3], [2], [3]]), strict=True))
+    given = {"totals": metrics.zeros(1, 3), "active": np.array([True])} | step
+    with pytest.raises(ValueError, match=message):
+        metrics.update(**given | change)
+
+
+@pytest.mark.parametrize("given", [(-1, 2), ("a", 2), (1, True), (1, 2.5)])
+def test_zeros_take_counts(given):
+    with pytest.raises(ValueError, match=r"(batch_size|num_draft_tokens) must be an integer >= 0, got"):
+        metrics.zeros(*given)
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        metrics.acceptance_rate,
+        metrics.mean_acceptance_length,
+        metrics.system_efficiency,
+        metrics.acceptance_rate_per_position,
+    ],
+)
+def test_figures_take_totals(figure):
+    with pytest.raises(ValueError, match="totals must be Totals, as zeros returns it, got str"):
+        figure("totals")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ((np.ones((2, 4), bool), np.ones(3, int)), r"num_drafts must have shape \(2,\), got \(3,\)"),
+        (([[True, False]], [5]), r"num_drafts must be integers in \[0, K = 2\], got \[5\]"),
+        (([[True, False]], [-1]), r"num_drafts must be integers in \[0, K = 2\], got \[-1\]"),
+        (([[True, False]], [1.5]), r"num_drafts must be integers in \[0, K = 2\], got \[1.5\]"),
+        (([[0.5, float("nan")]], [2]), r"outcomes must be Totals or an array \[..., K\] bool, got float64 \(1, 2\)"),
+        (("abc", 2), r"outcomes must be Totals or an array \[..., K\] bool, got <U3 \(\)"),
+        (([[True], [True, False]], [1, 2]), "outcomes and num_drafts must be arrays, got lists of several lengths"),
+    ],
+)
+def test_noncausal_acceptance_rate_names_what_is_wrong(given, message):
+    with pytest.raises(ValueError, match=message):
+        metrics.noncausal_acceptance_rate(*given)
+
+
+@pytest.mark.parametrize("runs", [None, "a", {"a": 1}])
+def test_plot_takes_metrics(runs):
+    with pytest.raises(ValueError, match="runs must be metrics, as results of LLM have them, or a mapping to them"):
+        metrics.plot(runs)
 
 
 class TestOutcomes:
