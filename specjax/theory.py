@@ -5,6 +5,7 @@ The functions compute on the host, in NumPy and float64. Shapes: V vocabulary, K
 
 import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from specjax.validation import check_number
 
 __all__ = [
     "StepTimes",
@@ -59,7 +62,9 @@ def expected_tokens(acceptance_rate: ArrayLike, num_draft_tokens: ArrayLike) -> 
     References:
         Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192, equation 1.
     """
-    rate, num_drafts = _rate(acceptance_rate)[..., None], _count("num_draft_tokens", num_draft_tokens)[..., None]
+    rate, num_drafts = _rate(acceptance_rate), _count("num_draft_tokens", num_draft_tokens)
+    _require_broadcast(acceptance_rate=rate, num_draft_tokens=num_drafts)
+    rate, num_drafts = rate[..., None], num_drafts[..., None]
     powers = np.arange(num_drafts.max(initial=0) + 1)
     return np.where(powers <= num_drafts, rate**powers, 0.0).sum(axis=-1)
 
@@ -113,10 +118,12 @@ def speed_up(
     References:
         Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192, theorem 3.8.
     """
-    cost, verify = np.asarray(cost_ratio, np.float64), np.asarray(verify_ratio, np.float64)
-    _require(cost >= 0, "cost_ratio", ">= 0", cost_ratio)
-    _require(verify > 0, "verify_ratio", "> 0", verify_ratio)
-    return expected_tokens(acceptance_rate, num_draft_tokens) / (np.asarray(num_draft_tokens) * cost + verify)
+    rate, num_drafts = _rate(acceptance_rate), _count("num_draft_tokens", num_draft_tokens)
+    cost, verify = _floats("cost_ratio", cost_ratio), _floats("verify_ratio", verify_ratio)
+    _require((cost >= 0) & (cost < math.inf), "cost_ratio", ">= 0", cost_ratio)
+    _require((verify > 0) & (verify < math.inf), "verify_ratio", "> 0", verify_ratio)
+    _require_broadcast(acceptance_rate=rate, num_draft_tokens=num_drafts, cost_ratio=cost, verify_ratio=verify)
+    return expected_tokens(rate, num_drafts) / (num_drafts * cost + verify)
 
 
 def best_num_draft_tokens(
@@ -147,7 +154,9 @@ def best_num_draft_tokens(
         Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192, section 3.5.
     """
     choices = np.arange(_count("max_draft_tokens", max_draft_tokens, is_scalar=True) + 1)
-    speed_ups = speed_up(np.asarray(acceptance_rate)[..., None], choices, np.asarray(cost_ratio)[..., None])
+    rate, cost = _rate(acceptance_rate), _floats("cost_ratio", cost_ratio)
+    _require_broadcast(acceptance_rate=rate, cost_ratio=cost)
+    speed_ups = speed_up(rate[..., None], choices, cost[..., None])
     is_best = speed_ups >= speed_ups.max(axis=-1, keepdims=True) * (1 - 1e-12)  # ties differ by rounding
     return is_best.argmax(axis=-1)
 
@@ -175,10 +184,11 @@ def best_draft_length(acceptance_rate: float, step_seconds: Mapping[int, float])
     _require(is_mapping, "step_seconds", "a mapping from numbers of draft tokens to seconds", repr(step_seconds))
     if not step_seconds:
         raise ValueError("step_seconds must have the time of at least one number of draft tokens, got none")
-    _require(np.ndim(acceptance_rate) == 0, "acceptance_rate", "one number", acceptance_rate)
+    _require(_rate(acceptance_rate).ndim == 0, "acceptance_rate", "one number", acceptance_rate)
     choices = sorted(_count("a key of step_seconds", list(step_seconds)).tolist())
-    seconds = np.array([step_seconds[k] for k in choices], np.float64)
-    _require(seconds > 0, "step_seconds", "> 0", step_seconds)
+    seconds = _floats("a time of step_seconds", [step_seconds[k] for k in choices])
+    _require(seconds.ndim == 1, "a time of step_seconds", "one number", step_seconds)
+    _require((seconds > 0) & (seconds < math.inf), "step_seconds", "> 0", step_seconds)
     return choices[int(np.argmax(expected_tokens(acceptance_rate, choices) / seconds))]
 
 
@@ -307,12 +317,16 @@ def call_seconds(
     References:
         Pope et al., Efficiently Scaling Transformer Inference, arXiv:2211.05102, section 3.
     """
-    number, sums = _count("num_devices", num_devices), _count("num_sums", num_sums)
-    for name, value in (("weight_bytes", weight_bytes), ("bandwidth", bandwidth), ("num_devices", num_devices)):
-        _require(np.asarray(value) > 0, name, "> 0", value)
-    _require(np.asarray(sum_seconds) >= 0, "sum_seconds", ">= 0", sum_seconds)
-    reading = np.asarray(weight_bytes, np.float64) / (number * np.asarray(bandwidth, np.float64))
-    return reading + np.where(number > 1, sums * np.asarray(sum_seconds, np.float64), 0.0)
+    given = {"weight_bytes": _floats("weight_bytes", weight_bytes), "bandwidth": _floats("bandwidth", bandwidth)}
+    given |= {"num_devices": _count("num_devices", num_devices), "num_sums": _count("num_sums", num_sums)}
+    given |= {"sum_seconds": _floats("sum_seconds", sum_seconds)}
+    for name in ("weight_bytes", "bandwidth", "num_devices"):
+        _require((given[name] > 0) & (given[name] < math.inf), name, "> 0", given[name])
+    _require((given["sum_seconds"] >= 0) & (given["sum_seconds"] < math.inf), "sum_seconds", ">= 0", sum_seconds)
+    _require_broadcast(**given)
+    size, speed, number, sums, seconds = given.values()
+    reading = size / (number * speed)
+    return reading + np.where(number > 1, sums * seconds, 0.0)
 
 
 def acceptance_rate(target: ArrayLike, draft: ArrayLike) -> Floats:
@@ -397,8 +411,8 @@ def typical_acceptance_rate(
     References:
         Cai et al., Medusa, arXiv:2401.10774, section 3.3.1.
     """
-    _require(0 <= posterior_threshold <= 1, "posterior_threshold", "in [0, 1]", posterior_threshold)
-    _require(posterior_alpha >= 0, "posterior_alpha", ">= 0", posterior_alpha)
+    check_number("posterior_threshold", posterior_threshold, "in [0, 1]", 0, 1)
+    check_number("posterior_alpha", posterior_alpha, ">= 0", 0, math.inf)
     target, draft = _distributions(target, draft)
     entropy = -np.sum(target * np.log(np.where(target > 0, target, 1.0)), axis=-1, keepdims=True)
     threshold = np.minimum(posterior_threshold, posterior_alpha * np.exp(-entropy))
@@ -435,7 +449,9 @@ def expected_accepted(target: Sequence[ArrayLike], draft: Sequence[ArrayLike], r
         Daliri et al., Coupling without Communication and Drafter-Invariant Speculative Decoding, arXiv:2408.07978
         (match).
     """
-    _require(rule in _RULES, "rule", f"one of {list(_RULES)}", repr(rule))
+    _require(isinstance(rule, str) and rule in _RULES, "rule", f"one of {list(_RULES)}", repr(rule))
+    for name, arrays in (("target", target), ("draft", draft)):
+        _require(hasattr(arrays, "__len__") and not isinstance(arrays, str), name, "a list of arrays", repr(arrays))
     _require(len(draft) == len(target), "draft", f"as many arrays as target, {len(target)}", len(draft))
     total = 0.0
     accepted = drafted = np.ones(())
@@ -455,21 +471,45 @@ def _require(is_valid, name, expected, got):
         raise ValueError(f"{name} must be {expected}, got {got}")
 
 
+def _require_broadcast(**arrays):
+    try:
+        np.broadcast_shapes(*(array.shape for array in arrays.values()))
+    except ValueError:
+        shapes = ", ".join(str(array.shape) for array in arrays.values())
+        raise ValueError(f"{', '.join(arrays)} must have shapes that broadcast, got {shapes}") from None
+
+
+def _floats(name, value):
+    """Return numbers as float64; text, None and truth values are none, and neither are lists of several lengths."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        array = np.array(None)
+    are_numbers = array.dtype.kind not in "bcmMOSTU"
+    if array.dtype == object:  # as exact fractions and large integers of Python are
+        are_numbers = all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in array.flat)
+    _require(are_numbers, name, "a number, or an array of numbers", repr(value))
+    return array.astype(np.float64)
+
+
 def _rate(acceptance_rate):
-    rate = np.asarray(acceptance_rate, np.float64)
+    rate = _floats("acceptance_rate", acceptance_rate)
     _require((rate >= 0) & (rate <= 1), "acceptance_rate", "in [0, 1]", acceptance_rate)
     return rate
 
 
-def _count(name, value, is_scalar=False):
-    count = np.asarray(value)
+def _count(name, value, is_scalar=False) -> Any:
+    try:
+        count = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        count = np.array(None)
     is_valid = np.issubdtype(count.dtype, np.integer) and np.all(count >= 0) and (count.ndim == 0 or not is_scalar)
-    _require(is_valid, name, "an integer >= 0", value)
+    _require(is_valid, name, "an integer >= 0", repr(value))
     return count
 
 
 def _distributions(target, draft, suffix=""):
-    target, draft = np.asarray(target, np.float64), np.asarray(draft, np.float64)
+    target, draft = _floats(f"target{suffix}", target), _floats(f"draft{suffix}", draft)
     for name, probs in ((f"target{suffix}", target), (f"draft{suffix}", draft)):
         _require(probs.ndim > 0 and probs.size > 0, name, "of shape [..., V]", probs.shape)
         _require(probs >= 0, name, "nonnegative", probs.min())
