@@ -114,6 +114,17 @@ class TestStopStrings:
         output.extend(ids)
         assert output.text(0, len(output.token_ids)) == "a" and output.stop_reason == "t"
 
+    def test_bytes_whose_text_is_held_back(self, tokenizer):
+        """An odd byte has its text with the next token, so it is not certain before that token is."""
+        odd = next(i for i in range(300) if tokenizer.decode([i]) == INCOMPLETE)
+        ids = [*encode(tokenizer, "x"), odd, *encode(tokenizer, "F"), *encode(tokenizer, "z")]
+        output = Detokenizer(tokenizer, [0], SamplingParams(max_tokens=100, stop="Fb"))
+        found = []
+        for token in ids:
+            output.extend([token])
+            found.append(output.num_certain)
+        assert found == [1, 1, 1, 4] and output.text(0, 4) == "x\ufffdFz"
+
     def test_what_is_included_is_not_held_back(self, tokenizer):
         for is_included, expected in ((False, ""), (True, "th")):
             params = SamplingParams(stop="thx", include_stop_str_in_output=is_included)

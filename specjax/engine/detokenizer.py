@@ -121,7 +121,9 @@ class Detokenizer:
             self.num_certain = num_tokens
             return
         covering = bisect_left(self._ends, self._certain)  # number of tokens that cover the certain text
-        self.num_certain = covering - (self._ends[covering] > self._certain)  # the last may be certain only in part
+        if self._ends[covering] > self._certain:  # the last is certain only in part; before it may be bytes of its text
+            covering = bisect_left(self._ends, self._ends[covering - 1])
+        self.num_certain = covering
 
     def _add_spaces(self, piece: str) -> str:
         """Return the next piece of text with spaces around the special token that it ends with or follows."""
