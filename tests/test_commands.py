@@ -145,7 +145,8 @@ class TestTune:
     @pytest.fixture
     def tune(self, monkeypatch, tmp_path, capsys):
         """Run the command with a stand-in for the models, whose steps take 1 + K / 4 seconds for each sequence."""
-        llm = SimpleNamespace(proposer=ngram(4), model=bigram_model(jnp.eye(5)), verifier=verifiers.match)
+        sizes = {"proposer": ngram(4), "max_length": 1000}
+        llm = SimpleNamespace(model=bigram_model(jnp.eye(5)), verifier=verifiers.match, **sizes)
         monkeypatch.setattr("specjax.cli.tune.load", lambda args: llm)
         monkeypatch.setattr(
             "specjax.cli.tune.step_seconds",
@@ -198,6 +199,15 @@ class TestTune:
     def test_wrong_arguments(self, tune):
         exit_code, out, err, _ = tune("--batches", "0")
         assert (exit_code, out, err) == (2, "", "specjax: error: --batches must be at least 1, got 0\n")
+        exit_code, out, err, _ = tune("--context", "581")
+        assert (exit_code, out, err) == (2, "", "specjax: error: --context must be at most 580, got 581\n")
+
+    @pytest.mark.parametrize("name", [".", "none/times.json"])
+    def test_a_file_that_cannot_be_written(self, tune, tmp_path, name):
+        """The error comes before the measurement."""
+        exit_code, out, err, _ = tune("--out", str(tmp_path / name))
+        message = f"--out must be a file in a directory that exists, got {tmp_path / name}"
+        assert (exit_code, out, err) == (2, "", f"specjax: error: {message}\n")
 
     def test_seconds_of_a_step_are_without_the_call(self, monkeypatch):
         clock = SimpleNamespace(now=0.0)
@@ -217,6 +227,8 @@ class TestTune:
         assert cli_tune.step_seconds(llm, llm.proposer, 2, 4) > 0
         with pytest.raises(ValueError, match="--context must be at most 48, got 100"):
             cli_tune.step_seconds(llm, llm.proposer, 2, 100)
+        with pytest.raises(ValueError, match="--num-draft-tokens must be less than 3 for a model of 300 tokens, as "):
+            cli_tune.step_seconds(llm, ngram(3), 2, 4)
 
 
 SPEEDS = {"tokens_per_second": 2.0, "_asdict": lambda: {}}

@@ -187,6 +187,11 @@ class TestCommand:
         assert rows[1]["tokens_per_s"] == pytest.approx(5 * rows[1]["requests_per_s"])
         assert sum(line.startswith("| closed loop") for line in out.splitlines()) == 2
 
+    def test_a_file_that_cannot_be_written(self, run, tmp_path):
+        exit_code, out, err = run("--url", "http://host:1", "--json", tmp_path / "none" / "numbers.json")
+        message = f"--json must be a file in a directory that exists, got {tmp_path / 'none' / 'numbers.json'}"
+        assert (exit_code, out, err) == (2, "", f"specjax: error: {message}\n")
+
     def test_a_server_that_it_starts(self, run, monkeypatch):
         started = []
 

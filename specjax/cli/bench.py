@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.cli.terminal import check_file
+
 if TYPE_CHECKING:
     from specjax.server.loads import Bounds, Load, Send, Work
 
@@ -113,6 +115,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--rates must be positive and finite, got {args.rates}")
     if not 0 <= args.shared <= 1:
         raise ValueError(f"--shared must be in [0, 1], got {args.shared}")
+    if args.json is not None:
+        check_file("json", args.json)
 
 
 def _bounds(given: Sequence[str]) -> "Bounds | None":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -129,6 +130,12 @@ def timed(console: "Console", text: str) -> "Progress":
     progress = Progress(SpinnerColumn(), TextColumn(text), TimeElapsedColumn(), console=console, transient=True)
     progress.add_task("")
     return progress
+
+
+def check_file(name: str, path: Path) -> None:
+    """Raise ValueError where an option names a file that cannot be written, before the work whose result it gets."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"--{name} must be a file in a directory that exists, got {path}")
 
 
 def console_of_output() -> "Console | None":

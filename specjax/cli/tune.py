@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specjax.cli.models import add_model_arguments, load
+from specjax.cli.terminal import check_file
 from specjax.version import __version__
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def _tune(args: argparse.Namespace) -> int:
     for name, values in (("batches", args.batches), ("context", [args.context])):
         if min(values) < 1:
             raise ValueError(f"--{name} must be at least 1, got {min(values)}")
+    check_file("out", args.out)
     nodes, args.tree = numbers_of_nodes(args.tree, is_auto=True), None  # chains are measured with the same models
     llm = load(args)
     if not hasattr(llm.proposer, "with_num_draft_tokens"):
@@ -88,6 +90,8 @@ def _tune(args: argparse.Namespace) -> int:
         about = f"tokens of a row in a step with {label}", f"{budget + 1} that it gives at most"
         forms[k] = _Form(proposers[k], label, *about, budget + 1)
     labels = [f"K = {k}" for k in chains] + [form.label for form in forms.values()]
+    for each in (*proposers.values(), *(form.proposer for form in forms.values())):
+        check_room(llm, each, args.context)
     print(f"milliseconds of a step, context {args.context}\n\n| B | {' | '.join(labels)} |")
     print("|---" * (len(labels) + 1) + "|")
     measured: dict[int, dict[int, float]] = {}
@@ -133,6 +137,22 @@ def needed_tokens(chains: Mapping[int, float], seconds: float, acceptance_rate: 
     return max(float(expected_tokens(acceptance_rate, k)) / of_chain for k, of_chain in chains.items()) * seconds
 
 
+def check_room(llm: "LLM", proposer: "Proposer", context: int) -> int:
+    """Return the tokens of a sequence that is measured; raise ValueError where these are more than the model takes."""
+    from specjax.decoding.drafters import num_fed
+
+    k, num_steps = proposer.num_draft_tokens, (REPEATS + 1) * (SHORT + LONG)
+    needed = (k + 1) * (num_steps - 1) + num_fed(proposer)
+    if needed >= llm.max_length:
+        raise ValueError(
+            f"--num-draft-tokens must be less than {k} for a model of {llm.max_length} tokens, as the steps that are "
+            f"measured need {needed}"
+        )
+    if context + needed > llm.max_length:
+        raise ValueError(f"--context must be at most {llm.max_length - needed}, got {context}")
+    return context + needed
+
+
 def step_seconds(llm: "LLM", proposer: "Proposer", batch: int, context: int) -> float:
     """Return the seconds of a step of `batch` sequences with a proposer.
 
@@ -146,12 +166,8 @@ def step_seconds(llm: "LLM", proposer: "Proposer", batch: int, context: int) -> 
         ValueError: the sequences become longer than the model takes.
     """
     from specjax import SamplingParams, decode, sampling
-    from specjax.decoding.drafters import num_fed
 
-    num_steps = (REPEATS + 1) * (SHORT + LONG)
-    size = context + (proposer.num_draft_tokens + 1) * (num_steps - 1) + num_fed(proposer)
-    if size > llm.max_length:
-        raise ValueError(f"--context must be at most {llm.max_length - size + context}, got {context}")
+    size = check_room(llm, proposer, context)
     tokens = np.random.default_rng(0).integers(0, llm.model.vocab_size, (batch, context), np.int32)
     rows = sampling.batch([SamplingParams(temperature=1.0, max_tokens=size)] * batch)
     lengths, key = np.full(batch, context, np.int32), jax.random.key(0)
