@@ -279,3 +279,8 @@ class TestCompletion:
         for name, command in commands.choices.items():
             (line,) = (line for line in script.splitlines() if line.strip().startswith(f"{name})"))
             assert {o for a in command._actions for o in a.option_strings} <= set(line.replace("'", " ").split())
+
+
+def test_help_has_one_sign_for_a_percentage():
+    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert [name for name, command in commands.choices.items() if "%%" in command.format_help()] == []

@@ -35,7 +35,7 @@ def add_bench(commands: Any) -> None:
         help="measure a server under load",
         description="Measure a server of OpenAI's protocol, a running one at --url, or one that is started with the "
         "arguments after --, as specjax serve takes them. The load is requests of mixed lengths as streams of "
-        "/v1/completions, in closed loops and with Poisson arrivals at 70 %% of the capacity of the largest loop, or "
+        "/v1/completions, in closed loops and with Poisson arrivals at 70 % of the capacity of the largest loop, or "
         "at --rates. "
         "Prompts are random token ids, so that every server gets the same work.",
     )
