@@ -16,7 +16,7 @@ import pytest
 
 from specjax import LLM, SamplingParams, models, proposers, training
 from specjax.cli import _parser, main
-from specjax.cli.train import CORPUS, check_arguments
+from specjax.cli.train import CORPUS, STEPS, check_arguments
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.training import corpus, drafter, loop, unroll
 
@@ -248,6 +248,11 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
     check("--kind", "dspark")
     check("--kind", "eagle3")  # the first run ended before it had data
     (tmp_path / "out" / "state" / CORPUS).touch()
+    check("--kind", "eagle3", "--steps", "0")
+    with pytest.raises(ValueError, match=r"--out must be a new directory .* differ: seed was 0"):
+        check("--kind", "eagle3", "--seed", "1")
+    check("--kind", "eagle3")  # the run before ended because its number of steps was wrong
+    (tmp_path / "out" / "state" / STEPS / "50").mkdir(parents=True)
     check("--kind", "eagle3")
     with pytest.raises(ValueError, match=r"--out must be a new directory .* differ: kind was eagle3, seed was 0"):
         check("--kind", "dflash", "--seed", "1")

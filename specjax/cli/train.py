@@ -30,7 +30,9 @@ LOSSES = "forward_kl", "lk_hybrid", "negative_log_acceptance", "text_and_variati
 OPTIMIZERS = "adam", "muon"
 NOT_OF_THE_RUN = ("out", "run", "command", "extra", "quiet", "verbose", "save_every")  # whose values may change
 NOT_OF_THE_RUN += ("coordinator", "num_processes", "process_id")
+OF_CORPUS = ("data", "target", "dtype", "length", "num_prompts", "regenerate", "seed")  # which its tokens depend on
 CORPUS = "data.npz"  # in the state of a run, its tokens for training and measuring
+STEPS = "steps"  # in the state of a run, its checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +147,7 @@ def _train(args: argparse.Namespace) -> int:
             log.report,
             on_step=log.on_step,
             should_stop=lambda: bool(asked),
-            checkpoint=args.out / "state" / "steps",
+            checkpoint=args.out / "state" / STEPS,
             seconds_per_save=args.save_every,
         )
     if asked:
@@ -164,7 +166,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Keep the arguments in `--out`, and raise ValueError where a run that made its data there had others."""
+    """Keep the arguments in `--out`, and raise ValueError where a run that made its data there had others.
+
+    Before the first checkpoint the arguments that the data do not depend on may change, as where one was wrong.
+    """
     from specjax.training.export import LAYOUTS
 
     if args.vocab_size is not None and args.kind == "medusa":
@@ -180,7 +185,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     given = {name: str(value) for name, value in vars(args).items() if name not in NOT_OF_THE_RUN}
     if path.is_file() and data.is_file():
         before = json.loads(path.read_text())
-        changed = sorted(name for name in given.keys() | before.keys() if given.get(name) != before.get(name))
+        has_steps = any((args.out / "state" / STEPS).glob("[0-9]*"))
+        names = given.keys() | before.keys() if has_steps else OF_CORPUS
+        changed = sorted(name for name in names if given.get(name) != before.get(name))
         if changed:
             raise ValueError(
                 f"--out must be a new directory or have a run of the same arguments, got {args.out}, where these "
