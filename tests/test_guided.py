@@ -444,6 +444,8 @@ class TestSources:
             (lambda: guided.JsonSchema("[1]"), r"schema must be a mapping or the JSON text of one, got '\[1\]'"),
             (lambda: guided.JsonSchema("{"), "schema must be a JSON schema, got '{'"),
             (lambda: guided.JsonSchema({"a": {1}}), "schema must be a JSON schema, got "),
+            (lambda: guided.JsonSchema("a" * 10**6), r"schema must be a JSON schema, got 'a{199}\.\.\.: Expecting"),
+            (lambda: guided.JsonSchema(f'["{"a" * 300}"]'), r"mapping or the JSON text of one, got '\[\"a{197}\.\.\.$"),
         ],
     )
     def test_bad_ones_are_refused(self, make, message):

@@ -8,6 +8,14 @@ from typing import Any
 from specjax.sampling.guided.compilers import from_choices, from_json_schema, from_regex
 from specjax.sampling.guided.tables import Grammar
 
+LONGEST = 200  # characters of a value in an error, which may be a whole file
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value as Python writes it."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
 
 @dataclass(frozen=True)
 class Regex:
@@ -49,9 +57,9 @@ class JsonSchema:
             text = self.schema if isinstance(self.schema, str) else json.dumps(self.schema)
             is_schema = isinstance(json.loads(text), dict)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"schema must be a JSON schema, got {self.schema!r}: {error}") from None
+            raise ValueError(f"schema must be a JSON schema, got {_shown(self.schema)}: {error}") from None
         if not is_schema:
-            raise ValueError(f"schema must be a mapping or the JSON text of one, got {self.schema!r}")
+            raise ValueError(f"schema must be a mapping or the JSON text of one, got {_shown(self.schema)}")
         object.__setattr__(self, "schema", text)
 
     def compile(self, vocabulary: Sequence[bytes], eos_token_ids: Sequence[int]) -> Grammar:
