@@ -630,7 +630,7 @@ def some_grammar(num_states, num_classes):
             "guided_decoding must have at most 5 states .*grammar_states.*, got 6",
         ),
         ({"guided_decoding": some_grammar(2, 5)}, "guided_decoding must have at most 4 classes of tokens .*, got 5"),
-        ({"stop_token_ids": [VOCAB]}, r"stop_token_ids must be in \[0, vocab_size = 31\), got \[31, 5\]"),
+        ({"stop_token_ids": [VOCAB]}, r"stop_token_ids must be in \[0, vocab_size = 31\), got \[31\]"),
     ],
 )
 def test_more_than_the_capacities_is_refused(options, message):

@@ -100,8 +100,8 @@ def lists_of(
         return lists
     named = [("stop_token_ids", lists.stops), ("logit_bias", list(lists.biases)), ("allowed_token_ids", lists.allowed)]
     for name, ids in (*named, *(("bad_words", word) for word in lists.bad_words)):
-        if any(token >= vocab_size for token in ids):
-            raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {ids}")
+        if outside := [token for token in ids if token >= vocab_size]:
+            raise ValueError(f"{name} must be in [0, vocab_size = {vocab_size}), got {outside}")
     for name in ("logprobs", "prompt_logprobs"):
         most = getattr(params, name) or 0
         if most > vocab_size:
