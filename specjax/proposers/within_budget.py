@@ -186,13 +186,15 @@ def within_budget(proposer: Proposer, drafts_per_row: int) -> WithinBudget:
         A proposer.
 
     Raises:
-        ValueError: the number is out of its range, or the proposer makes no drafts, or trees.
+        ValueError: the number is out of its range, or the proposer is none, makes no drafts, or drafts trees.
 
     Example:
         >>> from specjax import proposers
         >>> proposers.within_budget(proposers.ngram(8), drafts_per_row=2).num_draft_tokens
         8
     """
+    if not hasattr(proposer, "propose"):
+        raise ValueError(f"proposer must be a proposer, got {proposer!r}")
     tree = getattr(proposer, "tree", None)
     if tree is not None:
         raise ValueError(f"proposer must draft chains to share a budget, got one of trees of {tree} nodes")
