@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.types import Array
+from specjax.validation import check_array, is_integer
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 NUM_PURPOSES = 4
@@ -45,9 +46,15 @@ def positions(request_keys: Array, lengths: Array, num_draft_tokens: int) -> Arr
         num_draft_tokens: K.
 
     Raises:
-        ValueError: `request_keys` are raw keys, or keys of another generator than threefry.
+        ValueError: `request_keys` are raw keys, or keys of another generator than threefry; or an argument has another
+            shape or dtype.
     """
     check(request_keys)
+    if request_keys.ndim != 1:
+        raise ValueError(f"request_keys must have shape [B], got {request_keys.shape}")
+    check_array("lengths", lengths, "[B]", request_keys.shape, jnp.integer)
+    if not (is_integer(num_draft_tokens) and num_draft_tokens >= 0):
+        raise ValueError(f"num_draft_tokens must be an integer >= 0, got {num_draft_tokens!r}")
     return fold(request_keys[:, None], lengths[:, None] + jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None])
 
 

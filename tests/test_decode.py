@@ -619,6 +619,21 @@ def test_raw_keys_of_requests():
         positions(jax.random.PRNGKey(0), jnp.array([1]), 2)
 
 
+@pytest.mark.parametrize(
+    "lengths, num_draft_tokens, message",
+    [
+        ([1, 2], 2, "lengths must be an array, got list"),
+        (np.array([1.0, 2.0]), 2, "lengths must be of integer dtype, got float32"),
+        (np.array([1]), 2, r"lengths must have shape \[B\] = \(2,\), got \(1,\)"),
+        (np.array([1, 2]), -1, "num_draft_tokens must be an integer >= 0, got -1"),
+        (np.array([1, 2]), "a", "num_draft_tokens must be an integer >= 0, got 'a'"),
+    ],
+)
+def test_bad_positions(lengths, num_draft_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        positions(jax.random.split(jax.random.key(0)), lengths, num_draft_tokens)
+
+
 def test_bad_draft_model(draft):
     with pytest.raises(ValueError, match="model must be a Model, got str"):
         proposers.draft_model("draft", 2)
