@@ -334,6 +334,7 @@ class TestContract:
                 lambda k, d, t: (k, d, t._replace(temperature=jnp.ones(3))),
                 r"target.temperature must have shape \[B\] = \(4,\), got \(3,\)",
             ),
+            (lambda k, d, t: (k, d, "ab"), r"draft, target and bonus_tokens must hold arrays of numbers: .*'ab'"),
             (lambda k, d, t: (k, d, None), r"target must be a specjax.Categorical or its logits .*, got None"),
             (
                 lambda k, d, t: (k, d, t._replace(logits=t.logits.astype(jnp.int32))),

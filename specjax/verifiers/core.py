@@ -248,8 +248,11 @@ def _checked(
         raise ValueError(f"draft must be a specjax.Draft, got {type(draft).__name__}")
     if target is None:
         raise ValueError("target must be a specjax.Categorical or its logits [B, K+1, V], got None")
-    target = target if isinstance(target, Categorical) else Categorical(jnp.asarray(target))
-    arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
+    try:
+        target = target if isinstance(target, Categorical) else Categorical(jnp.asarray(target))
+        arrays: tuple[Draft, Categorical, Array | None] = jax.tree.map(jnp.asarray, (draft, target, bonus_tokens))
+    except TypeError as error:  # of text
+        raise ValueError(f"draft, target and bonus_tokens must hold arrays of numbers: {error}") from None
     check_shapes(*arrays)
     # The caller's array has values also where jit would turn it into a traced constant.
     check_bonus_tokens(bonus_tokens, arrays[1].logits.shape[-1] * num_shards)
