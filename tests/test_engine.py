@@ -553,6 +553,10 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
         ({"mixed_sizes": [(3, 3)]}, r"and tokens of \[.*\], up to chunk_size, got \(3, 3\)"),
         ({"grammar_seconds": 0}, "grammar_seconds must be positive and finite, got 0"),
         ({"grammar_seconds": "10"}, "grammar_seconds must be positive and finite, got '10'"),
+        ({"grammar_seconds": True}, "grammar_seconds must be positive and finite, got True"),
+        ({"tokenizer": None}, "tokenizer must be a Tokenizer, got NoneType"),
+        ({"eos_token_ids": b"a"}, rf"eos_token_ids must be ids in \[0, {VOCAB}\), got b'a'"),
+        ({"eos_token_ids": {1: 2}}, rf"eos_token_ids must be ids in \[0, {VOCAB}\), got {{1: 2}}"),
         ({"eos_token_ids": 5}, rf"eos_token_ids must be ids in \[0, {VOCAB}\), got 5"),
         ({"eos_token_ids": [VOCAB]}, rf"eos_token_ids must be ids in \[0, {VOCAB}\), got \[{VOCAB}\]"),
         ({"max_length": 0}, "max_length must be an integer >= 2, got 0"),
@@ -567,6 +571,13 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
 def test_bad_sizes(target, options, message):
     with pytest.raises(ValueError, match=message):
         engine_of(target, make_proposer("ngram", None), **options)
+
+
+def test_other_things_than_a_model():
+    with pytest.raises(ValueError, match=r"model must be a specjax\.Model, got str"):
+        Engine("x", num_slots=2, max_length=32, tokenizer=Tokenizer())
+    with pytest.raises(ValueError, match="llm must be an LLM, got int"):
+        Engine.of(5)
 
 
 def test_mixed_steps_are_those_that_pay(target, monkeypatch):

@@ -60,6 +60,7 @@ class TestWords:
     def test_other_types(self, directory):
         model = models.load(directory)
         assert message(models.with_feature_layers, model, 1) == "feature_layers must be a sequence of layers, got 1"
+        assert message(models.with_feature_layers, 5, (1,)) == "model must be a specjax.Model, got int"
         assert message(StepTimes, 5).endswith("a number of sequences and of drafts, got 5")
         assert message(StepTimes, {1: 2.0}).endswith("a number of sequences and of drafts, got {1: 2.0}")
         assert message(sampling.batch, 5).endswith("one for each row, got 5")

@@ -652,6 +652,8 @@ def test_capacities_of_0_are_left_out():
             Capacities(**{name: value})
     with pytest.raises(ValueError, match=r"logits_processors must be functions, got \(3,\)"):
         Capacities(logits_processors=(3,))
+    with pytest.raises(ValueError, match="logits_processors must be functions, got 5"):
+        Capacities(logits_processors=5)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,10 @@ class Engine:
         warm_up: Sequence[SamplingParams] | None = None,
     ):
         defaults = default_sizes("server")
+        if not isinstance(model, Model):
+            raise ValueError(f"model must be a specjax.Model, got {type(model).__name__}")
+        if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise ValueError(f"tokenizer must be a Tokenizer, got {type(tokenizer).__name__}")
         num_slots, max_length, num_pages = as_python(num_slots), as_python(max_length), as_python(num_pages)
         page_size, chunk_size = as_python(page_size), as_python(chunk_size)
         max_waiting, chunks_per_step = as_python(max_waiting), as_python(chunks_per_step)
@@ -200,7 +204,8 @@ class Engine:
         proposer = proposer or proposers.none()
         times = as_step_times(step_times)
         draft_lengths, draft_length = check_choice(draft_lengths, choose_draft_length, times, proposer)
-        if not (isinstance(grammar_seconds, int | float) and 0 < grammar_seconds < math.inf):
+        is_number = isinstance(grammar_seconds, int | float) and not isinstance(grammar_seconds, bool)
+        if not (is_number and 0 < grammar_seconds < math.inf):
             raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
         takes_pages = model.takes_pages and in_memory(proposer).takes_pages
         tables = pool = None
@@ -314,6 +319,8 @@ class Engine:
         Raises:
             ValueError: as `Engine`.
         """
+        if not hasattr(llm, "setup"):
+            raise ValueError(f"llm must be an LLM, got {type(llm).__name__}")
         setup = llm.setup
         if num_slots is None:
             num_slots = default_sizes("server").slots if setup.num_slots is None else setup.num_slots

@@ -150,6 +150,8 @@ def with_feature_layers(model: Model, feature_layers: Sequence[int]) -> Model:
     """
     if not isinstance(feature_layers, Iterable):
         raise ValueError(f"feature_layers must be a sequence of layers, got {feature_layers!r}")
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be a specjax.Model, got {type(model).__name__}")
     layers = tuple(feature_layers)
     apply = of_one_device(model)
     if not isinstance(apply, Apply):

@@ -58,8 +58,9 @@ class Capacities:
             if not (is_integer(value) and value >= 0):
                 raise ValueError(f"{field.name} must be an integer >= 0, got {value!r}")
             object.__setattr__(self, field.name, as_python(value))
-        if not all(callable(function) for function in self.logits_processors):
-            raise ValueError(f"logits_processors must be functions, got {self.logits_processors!r}")
+        functions: Any = self.logits_processors
+        if not (isinstance(functions, Sequence) and all(map(callable, functions))):
+            raise ValueError(f"logits_processors must be functions, got {functions!r}")
 
 
 def neutral(capacities: Capacities) -> Sampling:
