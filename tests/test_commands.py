@@ -183,7 +183,9 @@ class TestTune:
     def test_a_budget(self, tune, monkeypatch):
         """Steps of 1.2 s beside chains of 1, 1.5 and 2 s."""
         proposer = within_budget(ngram(4), 1)
-        llm = SimpleNamespace(proposer=proposer, model=bigram_model(jnp.eye(5)), verifier=verifiers.match)
+        llm = SimpleNamespace(
+            proposer=proposer, model=bigram_model(jnp.eye(5)), verifier=verifiers.match, max_length=1000
+        )
         monkeypatch.setattr("specjax.cli.tune.load", lambda args: llm)
         monkeypatch.setattr(
             "specjax.cli.tune.step_seconds",
