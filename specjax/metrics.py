@@ -212,7 +212,7 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
         passed / tested, or NaN if nothing was drafted or the verifier did not report the tests.
 
     Raises:
-        ValueError: the outcomes are neither counts nor of dtype bool, or `num_drafts` is not of integers in [0, K] in
+        ValueError: the outcomes are neither counts nor true and false, or `num_drafts` is not of integers in [0, K] in
             the shape [...] of the outcomes without their last axis.
 
     Example:
@@ -227,9 +227,11 @@ def noncausal_acceptance_rate(outcomes: Totals | Array, num_drafts: Array | None
         raise ValueError(
             f"outcomes and num_drafts must be arrays, got lists of several lengths, {outcomes!r} and {num_drafts!r}"
         ) from None
-    if is_accepted.ndim == 0 or is_accepted.dtype != bool:
+    is_outcome = is_accepted.dtype == bool or (is_accepted.dtype.kind in "iuf" and np.isin(is_accepted, (0, 1)).all())
+    if is_accepted.ndim == 0 or not is_outcome:
         got = f"{is_accepted.dtype} {is_accepted.shape}"
-        raise ValueError(f"outcomes must be Totals or an array [..., K] bool, got {got}")
+        raise ValueError(f"outcomes must be Totals or an array [..., K] of true and false, or of 1 and 0, got {got}")
+    is_accepted = is_accepted.astype(bool)
     shape, most = is_accepted.shape[:-1], is_accepted.shape[-1]
     if counts.shape != shape:
         raise ValueError(f"num_drafts must have shape {shape}, got {counts.shape}")
