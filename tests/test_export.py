@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import prefill
+from heads import make_target, prefill
 from jax import export
 from jax.sharding import use_abstract_mesh
 from lowering import ONE_DEVICE
@@ -22,6 +22,8 @@ from specjax.models.decoder import DecoderConfig, init_params
 from specjax.models.experts import Experts, SigmoidTopK, SoftmaxTopK
 from specjax.models.layer import LayerConfig
 from specjax.models.linear import linear
+from specjax.models.quantized import FORMATS, quantize
+from specjax.proposers.self_draft import quantized_copy
 from specjax.sampling import Sampling
 from specjax.sampling.cut import min_logit
 
@@ -109,6 +111,15 @@ def test_records_are_serialised():
     assert_equal(list(restored), records)
 
 
+def test_static_fields_are_serialised():
+    """A page table and quantised weights have some, and the groups and dtypes of the weights are no JSON."""
+    pytest.importorskip("flatbuffers")
+    weights = [quantize(jnp.ones((64, 64), dtype), name) for name in FORMATS for dtype in ("float32", "bfloat16")]
+    records = Pages(jnp.zeros((2, 3), jnp.int32), 6, 4), weights
+    restored = export.deserialize(exported(lambda *records: records, *records).serialize())
+    assert jax.tree.structure(restored.call(*records)) == jax.tree.structure(records)
+
+
 def test_every_record_of_arrays_is_named():
     rooms = "cli", "engine", "models.quantize_files", "ragged", "server", "testing", "training"
     on_the_host = {f"specjax.{room}" for room in rooms}
@@ -167,6 +178,22 @@ def test_a_mixture_of_experts_for_any_batch(router):
         (got, chosen), (expected, of_jit) = function.call(rows), jax.jit(mixed)(rows)
         assert_equal(chosen, of_jit)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_steps_of_a_quantised_target():
+    """The step takes the arrays of a built-in model as the page on exports does."""
+    pytest.importorskip("flatbuffers")
+    target = quantized_copy(make_target(num_layers=1), "int8")
+    leaves, structure = jax.tree.flatten(target)
+    rows = sampling.batch([sampling.SamplingParams(temperature=0.7)] * 2)
+    state = prefill(target, None, np.array([[1, 2], [3, 4]]), np.array([2, 1]), rows, jax.random.key(0), max_length=8)
+
+    @jax.jit
+    def step(leaves, state):
+        return decode.step(jax.tree.unflatten(structure, leaves), None, state)[0]
+
+    restored = export.deserialize(exported(step, leaves, state).serialize())
+    assert_equal(restored.call(leaves, state).context.tokens, step(leaves, state).context.tokens)
 
 
 def test_steps_of_a_hybrid():
