@@ -321,6 +321,12 @@ class TestFallback:
         with pytest.raises(ValueError, match="first must make deterministic drafts"):
             propose_once(bigram, proposer, SamplingParams())
 
+    def test_both_must_draft_chains(self, bigram):
+        chain, tree = proposers.ngram(2), proposers.draft_model(bigram, 2, tree=4)
+        for name, pair in (("first", (tree, chain)), ("second", (chain, tree))):
+            with pytest.raises(ValueError, match=f"{name} must draft chains, got a proposer of trees of 4 nodes"):
+                proposers.fallback(*pair)
+
     @pytest.mark.slow
     def test_greedy_is_plain(self, bigram):
         proposer = proposers.fallback(proposers.ngram(4), proposers.draft_model(bigram, 3))

@@ -21,6 +21,15 @@ def check_draft_length(num_draft_tokens: int, most: int | None = None) -> None:
         raise ValueError(f"num_draft_tokens must be {expected}, got {num_draft_tokens!r}")
 
 
+def check_chains(name: str, proposer: Any) -> None:
+    """Raise ValueError unless the argument `name` is a proposer that drafts chains."""
+    if not hasattr(proposer, "propose"):
+        raise ValueError(f"{name} must be a proposer, got {proposer!r}")
+    tree = getattr(proposer, "tree", None)
+    if tree is not None:
+        raise ValueError(f"{name} must draft chains, got a proposer of trees of {tree} nodes")
+
+
 def check_tree(num_nodes: int, num_draft_tokens: int) -> int:
     """Return N, the number of nodes of a tree; raise ValueError unless a path of K drafts finds room in it."""
     if not (is_integer(num_nodes) and num_nodes > num_draft_tokens):

@@ -11,6 +11,7 @@ from specjax import distributions
 from specjax.decoding.drafters import (
     Commit,
     InMemory,
+    check_chains,
     check_draft_length,
     commit_of,
     in_memory,
@@ -166,13 +167,13 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
 
     Args:
         first: a proposer of deterministic drafts, such as `proposers.ngram`.
-        second: any proposer. The two may draft different numbers of tokens.
+        second: any proposer of chains. The two may draft different numbers of tokens.
 
     Returns:
         A proposer.
 
     Raises:
-        ValueError: an argument is no proposer.
+        ValueError: an argument is no proposer of chains.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -184,9 +185,8 @@ def fallback(first: Proposer, second: Proposer) -> Fallback:
         Array([[ 7,  5, -1],
                [ 9,  2,  5]], dtype=int32)
     """
-    for name, proposer in (("first", first), ("second", second)):
-        if not hasattr(proposer, "propose"):
-            raise ValueError(f"{name} must be a proposer, got {proposer!r}")
+    check_chains("first", first)
+    check_chains("second", second)
     if hasattr(second, "with_num_draft_tokens"):
         second = with_num_draft_tokens(second, second.num_draft_tokens, may_pause=True)
     return Fallback(first, second)

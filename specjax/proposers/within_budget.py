@@ -11,6 +11,7 @@ from specjax.decoding.admission import admitted
 from specjax.decoding.drafters import (
     Commit,
     InMemory,
+    check_chains,
     commit_of,
     in_memory,
     reads_memory,
@@ -193,11 +194,7 @@ def within_budget(proposer: Proposer, drafts_per_row: int) -> WithinBudget:
         >>> proposers.within_budget(proposers.ngram(8), drafts_per_row=2).num_draft_tokens
         8
     """
-    if not hasattr(proposer, "propose"):
-        raise ValueError(f"proposer must be a proposer, got {proposer!r}")
-    tree = getattr(proposer, "tree", None)
-    if tree is not None:
-        raise ValueError(f"proposer must draft chains to share a budget, got one of trees of {tree} nodes")
+    check_chains("proposer", proposer)
     most = proposer.num_draft_tokens
     if not most:
         raise ValueError(f"proposer must make drafts, of which a budget verifies some, got {type(proposer).__name__}")
