@@ -175,6 +175,7 @@ class TestSynthetic:
         [
             ({}, "exactly one of acceptance_rates and acceptance_length must be given, got neither"),
             ({"acceptance_rates": [1, 1, 1], "acceptance_length": 2}, "got both"),
+            ({"acceptance_rates": "abc"}, r"acceptance_rates must be numbers \[K\], got 'abc'"),
             ({"acceptance_rates": [1, 1]}, r"acceptance_rates must have shape \[K\] = \(3,\)"),
             ({"acceptance_rates": [0.5, 0.6, 0.1]}, "acceptance_rates must be non-increasing"),
             ({"acceptance_rates": [1.5, 0.6, 0.1]}, "acceptance_rates must be non-increasing and in"),

@@ -117,7 +117,10 @@ def _rates(rates: Sequence[float] | Array | None, length: float | Array | None, 
         most = num_draft_tokens + 1
         check_number("acceptance_length", length, f"in [1, K+1 = {most}]", 1, most)
         return jnp.clip(length - 1 - jnp.arange(num_draft_tokens, dtype=jnp.float32), 0, 1)
-    values = None if is_traced(rates) else np.asarray(rates, np.float32)  # while they are no constants of a trace
+    try:
+        values = None if is_traced(rates) else np.asarray(rates, np.float32)  # while they are no constants of a trace
+    except (TypeError, ValueError):
+        raise ValueError(f"acceptance_rates must be numbers [K], got {rates!r}") from None
     rates = jnp.asarray(rates, jnp.float32)
     if rates.shape != (num_draft_tokens,):
         raise ValueError(f"acceptance_rates must have shape [K] = ({num_draft_tokens},), got {rates.shape}")
