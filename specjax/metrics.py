@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from specjax.types import Array
 from specjax.validation import check_array, is_integer
@@ -61,7 +62,7 @@ def zeros(batch_size: int, num_draft_tokens: int) -> Totals:
         (2, 4)
     """
     for name, number in (("batch_size", batch_size), ("num_draft_tokens", num_draft_tokens)):
-        if not (is_integer(number) and number >= 0):
+        if not (is_symbolic_dim(number) or (is_integer(number) and number >= 0)):
             raise ValueError(f"{name} must be an integer >= 0, got {number!r}")
     rows, positions = (batch_size,), (batch_size, num_draft_tokens)
     return Totals(*(jnp.zeros(shape, jnp.int32) for shape in [rows] * 5 + [positions] * 2 + [rows] * 2))

@@ -171,7 +171,7 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
-            begun = [option for option in known if option.startswith(unknown[0])]
+            begun = [option for option in known if option.startswith(unknown[0]) or option == unknown[0][:-1]]
             hint = f"; did you mean {begun[0]!r}?" if len(begun) == 1 else suggestion(unknown[0], known)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode
+from specjax.decoding.drafters import in_memory
 from specjax.sampling import Sampling
 from specjax.testing.toys import bigram_model
 from specjax.types import Array, Verified
@@ -78,6 +79,7 @@ def sampled_tokens(
     Returns:
         Tokens [num_samples, num_tokens] int32.
     """
+    in_memory(proposer)  # raises for other objects, which jit would not name
     state = _prefill(
         bigram_model(target),
         proposer,
