@@ -341,9 +341,33 @@ VARIANTS = {
     "ernie4_5_moe_between": LLAMA
     | ERNIE
     | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_end_index": 0, "tie_word_embeddings": True},
+    "arcee": LLAMA | {"model_type": "arcee", "hidden_act": "relu2", "head_dim": 12, "attention_bias": True},
+    "cwm": LLAMA
+    | {"model_type": "cwm", "num_hidden_layers": 5, "sliding_window": 5, "head_dim": 16, "mlp_bias": True}
+    | {"rope_scaling": LLAMA3_SCALING},
+    "cwm_default": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "cwm", "num_hidden_layers": 5, "sliding_window": 4, "head_dim": 16},
+    "internlm3": LLAMA
+    | {"model_type": "internlm3", "head_dim": 8, "qkv_bias": True, "bias": True}
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    "iquestcoder": LLAMA | {"model_type": "iquestcoder", "head_dim": 16, "clip_qkv": None, "use_sliding_window": False},
+    "solar_open": GLM
+    | {"model_type": "solar_open", "head_dim": 16, "n_group": 2, "topk_group": 1}
+    | {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
+    "youtu": LLAMA
+    | {name: size for name, size in LATENTS.items() if name.startswith(("num_key", "kv_", "q_", "qk_", "v_"))}
+    | {"model_type": "youtu", "tie_word_embeddings": True},
     "exaone4": LLAMA
     | {"model_type": "exaone4", "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2},
     "exaone4_full": LLAMA | {"model_type": "exaone4", "sliding_window": None, "layer_types": 2 * ["full_attention"]},
+    "exaone_moe": LLAMA
+    | {"model_type": "exaone_moe", "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": "LLG"}
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "moe_intermediate_size": 20}
+    | {"num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 2, "n_group": 4, "topk_group": 2},
+    "exaone_moe_dense_between": LLAMA
+    | {"model_type": "exaone_moe", "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    | {"moe_intermediate_size": 20, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    | {"mlp_layer_types": ["sparse", "dense"], "tie_word_embeddings": True},
     "hunyuan": LLAMA
     | {
         "model_type": "hunyuan_v1_dense",

@@ -72,6 +72,7 @@ FAST = (
     "deepseek_v3",
     "glm4",
     "hunyuan",
+    "cwm_default",
     "afmoe",
     "ernie4_5_moe",
     "llama4",

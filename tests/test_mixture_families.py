@@ -259,6 +259,7 @@ def test_a_number_for_each_layer(tmp_path):
     ("case", "name", "released"),
     [
         ("ernie4_5_moe", "gate.moe_statics.", "moe_statics."),
+        ("exaone_moe", "gate.e_score", "e_score"),
         ("laguna", "shared_experts.", "shared_expert."),
         ("minimax_m2", "mlp.", "block_sparse_moe."),
     ],

@@ -6,10 +6,13 @@ that change the computation and that the family has not read. Errors are ValueEr
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import (
     afmoe,
+    arcee,
+    cwm,
     deepseek_v2,
     deepseek_v3,
     ernie4_5,
@@ -23,6 +26,7 @@ from specjax.models.families import (
     gpt_oss,
     granite,
     hunyuan,
+    internlm3,
     laguna,
     llama,
     llama4,
@@ -47,17 +51,21 @@ from specjax.models.families import (
     qwen3_vl,
     seed_oss,
     smollm3,
+    solar_open,
 )
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
     "afmoe": afmoe.build,
+    "arcee": arcee.build,
+    "cwm": cwm.build,
     "deepseek_v2": deepseek_v2.build,
     "deepseek_v3": deepseek_v3.build,
     "ernie4_5": ernie4_5.build,
     "ernie4_5_moe": ernie4_5.build_moe,
     "exaone4": exaone4.build,
+    "exaone_moe": exaone4.build_moe,
     "gemma": gemma.build,
     "gemma2": gemma2.build,
     "gemma3": gemma3.build,
@@ -79,6 +87,8 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "granitemoeshared": granite.build_moe,
     "hunyuan_v1_dense": hunyuan.build,
     "hunyuan_v1_moe": hunyuan.build_moe,
+    "internlm3": internlm3.build,
+    "iquestcoder": partial(llama.build, head_size=128),
     "kimi_k2": deepseek_v3.build,
     "kimi_k25": deepseek_v3.build_text,
     "laguna": laguna.build,
@@ -113,4 +123,6 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "qwen3_vl_moe": qwen3_vl.build_moe,
     "seed_oss": seed_oss.build,
     "smollm3": smollm3.build,
+    "solar_open": solar_open.build,
+    "youtu": deepseek_v3.build_dense,
 }

@@ -1,4 +1,4 @@
-"""DeepSeek V3, Kimi K2 and GLM-4.7-Flash: change GLM-4.5 by attention on latents."""
+"""DeepSeek V3, Kimi K2 and GLM-4.7-Flash: change GLM-4.5 by attention on latents. Youtu-LLM has no experts."""
 
 import math
 
@@ -7,7 +7,7 @@ from specjax.models.experts import Experts
 from specjax.models.families import llama, mixtures
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.latent_attention import LatentAttention
-from specjax.models.layer import LayerConfig
+from specjax.models.layer import GatedMLP, LayerConfig
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -29,6 +29,12 @@ def build_lite(config: ConfigFile, tensors: Tensors) -> Model:
     return _decoder(config, tensors, mixtures.by_types(config, layer_lite(config)))
 
 
+def build_dense(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a Youtu-LLM checkpoint."""
+    layer = with_latents(config, GatedMLP(), query_rank=1536)
+    return llama.decoder(config, tensors, (layer,), tie_embeddings=True)
+
+
 def layer(config: ConfigFile) -> LayerConfig:
     """Return the description of the layers of DeepSeek V3 with experts."""
     experts = mixtures.sigmoid_experts(config, scale=2.5, num_groups=8, num_chosen_groups=4)
@@ -40,7 +46,7 @@ def layer_lite(config: ConfigFile) -> LayerConfig:
     return with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
 
 
-def with_latents(config: ConfigFile, ffn: Experts, *, query_rank: int) -> LayerConfig:
+def with_latents(config: ConfigFile, ffn: Experts | GatedMLP, *, query_rank: int) -> LayerConfig:
     """Return a layer that attends to latents, and set the field head_dim to the part of a head that turns.
 
     Args:

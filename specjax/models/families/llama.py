@@ -11,7 +11,7 @@ from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
 from specjax.models.families import ropes
 from specjax.models.latent_attention import LatentAttention
-from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.layer import MLP, Attention, GatedMLP, LayerConfig
 from specjax.models.mamba import Mamba2
 from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
@@ -38,16 +38,16 @@ class MLPNames:
     out: str = "down_proj"
 
 
-MLP = MLPNames()
+NAMES = MLPNames()
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def build(config: ConfigFile, tensors: Tensors) -> Model:
-    """Build the model of a Llama checkpoint."""
+def build(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
+    """Build the model of a Llama checkpoint, given further options of `decoder`."""
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
     ffn = GatedMLP(has_bias=config.get("mlp_bias", bool, False))
-    return decoder(config, tensors, (LayerConfig(Attention(has_bias=bias, has_out_bias=bias), ffn),))
+    return decoder(config, tensors, (LayerConfig(Attention(has_bias=bias, has_out_bias=bias), ffn),), **options)
 
 
 def decoder(
@@ -60,7 +60,7 @@ def decoder(
     norms: dict[str, str] = NORMS,
     ignored: tuple[str, ...] = (),
     mixture: Mixture | None = None,
-    mlp: MLPNames = MLP,
+    mlp: MLPNames = NAMES,
     rope: Rope | Callable[[ConfigFile, int], Rope] = ropes.read,
     **options: Any,
 ) -> Model:
@@ -225,7 +225,7 @@ def layer_params(
     norms: dict[str, str] = NORMS,
     inputs: int | None = None,
     mixture: Mixture | None = None,
-    mlp: MLPNames = MLP,
+    mlp: MLPNames = NAMES,
 ) -> dict[str, Array]:
     """Read the parameters of a layer as `LayerConfig.shapes` names them, with projections of one input concatenated.
 
@@ -251,6 +251,8 @@ def layer_params(
         params |= attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
     if isinstance(layer.ffn, GatedMLP):
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
+    elif isinstance(layer.ffn, MLP):
+        params |= ungated_params(config, tensors, f"{name}.mlp", config.mlp_size)
     elif mixture is not None:
         params |= mixture.params(config, layer.ffn, tensors, name)
     if layer.has_scale:
@@ -378,7 +380,7 @@ def _latent_params(config: DecoderConfig, mixer: LatentAttention, tensors: Tenso
 
 
 def mlp_params(
-    config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames = MLP
+    config: DecoderConfig, ffn: GatedMLP, tensors: Tensors, name: str, names: MLPNames = NAMES
 ) -> dict[str, Array]:
     """Read the parameters of the MLP of a layer, whose name is the prefix of the names of its tensors."""
     hidden, size, turned, block = config.hidden_size, ffn.width(config), config.transposed, f"{name}.{names.block}"
@@ -391,6 +393,15 @@ def mlp_params(
         params["gate_up_bias"] = tensors.vectors({f"{one}.bias": n for one, n in gate_up.items()})
         params["mlp_out_bias"] = tensors.vectors({f"{block}.{names.out}.bias": hidden})
     return params
+
+
+def ungated_params(config: DecoderConfig, tensors: Tensors, block: str, size: int) -> dict[str, Array]:
+    """Read the parameters of an MLP of some width without a gate, whose name is the prefix of the names."""
+    hidden, turned = config.hidden_size, config.transposed
+    return {
+        "mlp_in": tensors.matrices(hidden, {f"{block}.up_proj.weight": size}, transposed=turned),
+        "mlp_out": tensors.matrices(size, {f"{block}.down_proj.weight": hidden}, transposed=turned),
+    }
 
 
 def _params(

@@ -147,15 +147,7 @@ def layer_params(config: DecoderConfig, layer: LayerConfig, tensors: Tensors, na
         return {"attention_norm": norm, **llama.attention_params(config, layer.mixer, tensors, block, hidden)}
     if isinstance(layer.ffn, Experts):
         return {"mlp_norm": norm, **_mixture_params(config, layer.ffn, tensors, block)}
-    up, out = _mlp_params(config, tensors, block, config.mlp_size)
-    return {"mlp_norm": norm, "mlp_in": up, "mlp_out": out}
-
-
-def _mlp_params(config: DecoderConfig, tensors: Tensors, block: str, size: int) -> tuple[Any, Any]:
-    """Read the two projections of an MLP of some width."""
-    hidden, turned = config.hidden_size, config.transposed
-    up = tensors.matrices(hidden, {f"{block}.up_proj.weight": size}, transposed=turned)
-    return up, tensors.matrices(size, {f"{block}.down_proj.weight": hidden}, transposed=turned)
+    return {"mlp_norm": norm, **llama.ungated_params(config, tensors, block, config.mlp_size)}
 
 
 def _mixture_params(config: DecoderConfig, ffn: Experts, tensors: Tensors, block: str) -> dict[str, Any]:
@@ -172,12 +164,12 @@ def _mixture_params(config: DecoderConfig, ffn: Experts, tensors: Tensors, block
     else:
         up = tensors.stack(read, [{f"{experts}.{i}.up_proj.weight": size} for i in range(number)])
         out = tensors.stack(size, [{f"{experts}.{i}.down_proj.weight": read} for i in range(number)])
-    shared_up, shared_out = _mlp_params(config, tensors, f"{block}.shared_experts", config.shared_size)
+    shared = llama.ungated_params(config, tensors, f"{block}.shared_experts", config.shared_size)
     return latents | {
         "router": tensors.table(f"{block}.gate.weight", number, hidden),
         "router_correction": tensors.in_float32().vectors({f"{block}.gate.e_score_correction_bias": number}),
         "experts_gate_up": up,
         "experts_out": out,
-        "shared_gate_up": shared_up,
-        "shared_out": shared_out,
+        "shared_gate_up": shared["mlp_in"],
+        "shared_out": shared["mlp_out"],
     }
