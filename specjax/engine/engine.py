@@ -180,7 +180,7 @@ class Engine:
         defaults = default_sizes("server")
         if not isinstance(model, Model):
             raise ValueError(f"model must be a specjax.Model, got {type(model).__name__}")
-        if not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+        if not hasattr(tokenizer, "decode"):  # prompts may all be token ids
             raise ValueError(f"tokenizer must be a Tokenizer, got {type(tokenizer).__name__}")
         num_slots, max_length, num_pages = as_python(num_slots), as_python(max_length), as_python(num_pages)
         page_size, chunk_size = as_python(page_size), as_python(chunk_size)
