@@ -6,7 +6,7 @@ K-EXAONE has such attention after a norm, and experts in all layers but the firs
 from dataclasses import replace
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.experts import Experts, Shared, SigmoidTopK
+from specjax.models.experts import Experts, Shared
 from specjax.models.families import llama, mixtures, olmo2
 from specjax.models.layer import Attention, LayerConfig
 from specjax.models.rope import NO_ROPE
@@ -24,16 +24,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
 def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a K-EXAONE checkpoint, without its layers for multi-token prediction."""
     config.only("scoring_func", "sigmoid")
-    counts = mixtures.counts(config, "num_experts", "num_local_experts")
-    router = mixtures.made(
-        config,
-        SigmoidTopK,
-        *counts,
-        is_renormalized=config.get("norm_topk_prob", bool, True),
-        scale=config.number("routed_scaling_factor", 2.5),
-        num_groups=config.size("n_group", 1),
-        num_chosen_groups=config.size("topk_group", 1),
-    )
+    router = mixtures.sigmoid_router(config, "num_experts", "num_local_experts", scale=2.5)
     ffns = [one.ffn for one in mixtures.by_types(config, LayerConfig(ffn=Experts(router, shared=Shared())))]
     attentions = mixers(config)
     layers = tuple(

@@ -63,16 +63,24 @@ def sigmoid_experts(
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("moe_layer_freq", 1)
-    router = made(
+    names = "n_routed_experts", "num_local_experts"
+    router = sigmoid_router(config, *names, scale=scale, num_groups=num_groups, num_chosen_groups=num_chosen_groups)
+    return Experts(router, shared=Shared())
+
+
+def sigmoid_router(
+    config: ConfigFile, *names: str, scale: float, num_groups: int = 1, num_chosen_groups: int = 1
+) -> Router:
+    """Return DeepSeek's router; `names` are as in `counts`, and the other arguments as in `sigmoid_experts`."""
+    return made(
         config,
         SigmoidTopK,
-        *counts(config, "n_routed_experts", "num_local_experts"),
+        *counts(config, *names),
         is_renormalized=config.get("norm_topk_prob", bool, True),
         scale=config.number("routed_scaling_factor", scale),
         num_groups=config.size("n_group", num_groups),
         num_chosen_groups=config.size("topk_group", num_chosen_groups),
     )
-    return Experts(router, shared=Shared())
 
 
 def widths(config: ConfigFile) -> dict[str, Any]:

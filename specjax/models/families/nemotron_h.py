@@ -9,7 +9,7 @@ from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
-from specjax.models.experts import Experts, Shared, SigmoidTopK, Ungated
+from specjax.models.experts import Experts, Shared, Ungated
 from specjax.models.families import granite, llama, mixtures
 from specjax.models.layer import MLP, Attention, LayerConfig
 from specjax.models.mamba import Mamba2
@@ -114,15 +114,7 @@ def _experts(config: ConfigFile, activation: str) -> Experts:
     """Return the mixture, whose router is DeepSeek's, beside an MLP that every token passes through."""
     config.only("n_shared_experts", 1)
     config.ignore("moe_shared_expert_overlap")  # says when engines compute it
-    router = mixtures.made(
-        config,
-        SigmoidTopK,
-        *mixtures.counts(config, "n_routed_experts", "num_local_experts"),
-        is_renormalized=config.get("norm_topk_prob", bool, True),
-        scale=config.number("routed_scaling_factor", 1.0),
-        num_groups=config.size("n_group", 1),
-        num_chosen_groups=config.size("topk_group", 1),
-    )
+    router = mixtures.sigmoid_router(config, "n_routed_experts", "num_local_experts", scale=1.0)
     latent_size = config.size("moe_latent_size", None)
     return Experts(router, Ungated(activation), shared=Shared(activation, num_parts=1), latent_size=latent_size)
 
