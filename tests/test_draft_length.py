@@ -398,13 +398,7 @@ def write_deep_pair(directory, num_layers=2):
 @pytest.mark.slow
 def test_text_is_that_of_plain_decoding_and_of_a_stream(tmp_path, monkeypatch):
     """The number of drafts changes from step to step."""
-    used, step = [], Slots.step
-
-    def recorded(self, *args, num_draft_tokens, **options):
-        used.append(num_draft_tokens)
-        return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
-
-    monkeypatch.setattr(Slots, "step", recorded)
+    used = recorded_steps(monkeypatch)
     StepTimes({1: {0: 1.0, 2: 1.3, 6: 1.9}}).save(tmp_path / "times.json")
     llm = LLM(*write_deep_pair(tmp_path), num_draft_tokens="auto", step_times=tmp_path / "times.json")
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
@@ -452,10 +446,8 @@ def test_an_eagle_head_changes_its_drafts_in_an_engine(tmp_path):
     assert sum(result.metrics.num_drafted for result in results) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("of_tree, is_taken", [(1.1, True), (9.0, False)])
-def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
-    """The table alone says which chains and trees there are; the tokens are the same as without drafts."""
+def recorded_steps(monkeypatch):
+    """Return a list to which each step of an engine adds its K from now on."""
     used, step = [], Slots.step
 
     def recorded(self, *args, num_draft_tokens, **options):
@@ -463,6 +455,14 @@ def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
         return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
 
     monkeypatch.setattr(Slots, "step", recorded)
+    return used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_tree, is_taken", [(1.1, True), (9.0, False)])
+def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
+    """The table alone says which chains and trees there are; the tokens are the same as without drafts."""
+    used = recorded_steps(monkeypatch)
     logits = np.random.default_rng(0).normal(size=(2, 40, 40)).astype(np.float32)
     target, draft = (testing.bigram_model(jnp.asarray(2 * logits[0] + x)) for x in (0, logits[1]))
     times = StepTimes({1: {0: 1.0, 2: 1.1, 4: of_tree + 0.3, 6: of_tree}})
@@ -483,13 +483,7 @@ def test_an_engine_takes_a_tree_by_its_table(monkeypatch, of_tree, is_taken):
 @pytest.mark.parametrize("of_budget, is_taken", [(1.05, True), (9.0, False)])
 def test_an_engine_takes_a_budget_by_its_table(monkeypatch, of_budget, is_taken):
     """Requests share slots, and their tokens are the same as without drafts."""
-    used, step = [], Slots.step
-
-    def recorded(self, *args, num_draft_tokens, **options):
-        used.append(num_draft_tokens)
-        return step(self, *args, num_draft_tokens=num_draft_tokens, **options)
-
-    monkeypatch.setattr(Slots, "step", recorded)
+    used = recorded_steps(monkeypatch)
     logits = np.random.default_rng(0).normal(size=(2, 40, 40)).astype(np.float32)
     target, draft = (testing.bigram_model(jnp.asarray(2 * logits[0] + x)) for x in (0, logits[1]))
     times = StepTimes({3: {0: 1.0, 2: 1.4, 4: 1.8, 5: of_budget}})
