@@ -42,6 +42,8 @@ MAX_TOKENS = 64
 _MAX_SPLITS = 16
 _MIN_DOT = 16  # rows in the smallest matrix product
 _MAX_NUMBERS = 64 * 128  # of the queries that one program holds
+_WIDE = 256  # lanes of heads of which a program takes as few queries as it can, where splits are left
+_THIN_SPLITS = 8  # the fewest splits that must be left
 
 
 class _Plan(NamedTuple):
@@ -177,6 +179,13 @@ def _plan(query_shape: tuple[int, ...], kv_heads: int, layout: Layout, scores: S
     row_blocks = pl.cdiv(num_tokens * group, num_rows)
     programs = batch_size * kv_heads * row_blocks
     splits = min(_MAX_SPLITS, pl.next_power_of_2(pl.cdiv(NUM_MULTIPROCESSORS, programs)))
+    # A program of many wide queries runs out of registers. Where programs of few fit the device at once, these take two
+    # thirds of the time.
+    thin_blocks = pl.cdiv(num_tokens * group, _MIN_DOT)
+    each = NUM_MULTIPROCESSORS // (batch_size * kv_heads * thin_blocks)
+    if layout.lanes >= _WIDE and num_rows > _MIN_DOT and each >= _THIN_SPLITS:
+        num_rows, row_blocks = _MIN_DOT, thin_blocks
+        splits = _MAX_SPLITS if each >= _MAX_SPLITS else _THIN_SPLITS
     num_new = max(_MIN_DOT, pl.next_power_of_2(num_tokens))
     num_warps = 2 if splits == 1 and num_rows <= 32 else 4
     return _Plan(

@@ -28,6 +28,7 @@ CASES = {  # B, T, H, kv heads, D, S, start of each row
     "blocks of several splits": (1, 2, 4, 2, 16, 3008, [2900]),
     "several blocks of queries": (2, 35, 8, 2, 32, 304, [150, 0]),
     "odd sizes": (1, 11, 7, 1, 80, 304, [150]),
+    "wide heads": (1, 5, 8, 2, 256, 304, [150]),
 }
 PROMPTS = {
     "from the start": (1, 150, 4, 1, 32, 160, [0]),
@@ -202,6 +203,7 @@ def slow(*values):
         slow("odd sizes", TREE | {"page_size": 152} | NORMS),
         slow("one token", {"page_size": 16} | OF_QUERIES),
         slow("one split", TURNED | NORMS | FLOAT8 | scales(8)),
+        slow("wide heads", IN_PART | {"page_size": 16} | NORMS),
     ],
 )
 def test_few_tokens(case, options):
@@ -365,6 +367,7 @@ def test_lowers_for_cuda(case):
     [
         ((1, 6, 32, 8, 128, 640, [0]), 64, jnp.bfloat16),
         ((1, 64, 16, 8, 256, 640, [0]), 16, jnp.bfloat16),
+        ((1, 8, 24, 4, 256, 640, [0]), 16, jnp.bfloat16),
         ((8, 2048, 32, 8, 128, 2048, [0] * 8), 64, jnp.bfloat16),
         ((8, 2048, 16, 8, 256, 2048, [0] * 8), None, jnp.bfloat16),
         ((1, 512, 28, 4, 96, 640, [0]), 16, jnp.bfloat16),
