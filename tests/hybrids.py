@@ -88,6 +88,23 @@ CONFIGS["nemotron_h_moe"] = CONFIGS["nemotron_h"] | {
 }
 CONFIGS["nemotron_h_latents"] = CONFIGS["nemotron_h_moe"] | {"moe_latent_size": 12, "mlp_hidden_act": "relu2"}
 
+LFM2 = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"} | {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-5,
+}
+CONFIGS["lfm2"] = LFM2 | {"model_type": "lfm2", "conv_L_cache": 4, "block_multiple_of": 8}
+CONFIGS["lfm2_moe"] = LFM2 | {
+    "model_type": "lfm2_moe",
+    "tie_word_embeddings": True,
+    "conv_bias": True,
+    "num_dense_layers": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}
+
 MTP = "nemotron_h_latents"  # the case of Nemotron whose module for multi-token prediction is compared
 
 # The names of transformers in files where they are not the model's.

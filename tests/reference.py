@@ -32,7 +32,7 @@ def make_model(fields: dict) -> transformers.PreTrainedModel:
 
 def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint has: a tied one once."""
-    stored = "e_score_correction_bias", "layer_scalar"
+    stored = "e_score_correction_bias", "expert_bias", "layer_scalar"
     buffers = {name: x for name, x in model.named_buffers() if name.endswith(stored)}
     return dict(model.named_parameters()) | buffers
 

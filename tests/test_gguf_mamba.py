@@ -1,4 +1,4 @@
-"""GGUF files of hybrids of Mamba-2, changed as converters do it, against checkpoints of the same floats."""
+"""GGUF files of hybrids of Mamba-2 and of LFM2, as converters change them, against checkpoints of the same floats."""
 
 import hybrids
 import jax
@@ -57,6 +57,25 @@ OF_NEMOTRON_3 = OF_NEMOTRON | {
     "add_expert_weights_scale": 2.5,
     "add_expert_group_count": 1,
 }
+OF_LFM2 = {
+    "add_block_count": 3,
+    "add_context_length": 256,
+    "add_embedding_length": 32,
+    "add_feed_forward_length": 32,
+    "add_head_count": 4,
+    "add_head_count_kv": [0, 2, 0],
+    "add_layer_norm_rms_eps": 1e-5,
+    "add_rope_freq_base": hybrids.LFM2["rope_theta"],
+    "add_shortconv_l_cache": 4,
+}
+OF_LFM2_MOE = {
+    "add_feed_forward_length": 48,
+    "add_shortconv_l_cache": 3,
+    "add_leading_dense_block_count": 1,
+    "add_expert_feed_forward_length": 24,
+    "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+    "add_expert_weights_scale": 2.5,
+}
 CASES = {  # the case of the floats, changes of its config, the architecture, and the fields of the file
     "granite": ("granite_h", {}, "granitehybrid", OF_GRANITE | {"add_ssm_group_count": 2, "add_expert_count": 0}),
     "granite with experts": (
@@ -78,6 +97,8 @@ CASES = {  # the case of the floats, changes of its config, the architecture, an
         "nemotron_h_moe",
         OF_NEMOTRON_3 | {"add_moe_latent_size": 12},
     ),
+    "lfm2": ("lfm2", {}, "lfm2", OF_LFM2),
+    "lfm2 with experts": ("lfm2_moe", {"conv_bias": False}, "lfm2moe", OF_LFM2 | OF_EXPERTS | OF_LFM2_MOE),
 }
 
 
@@ -86,14 +107,23 @@ def tensors_of(case):
     found = {name: make_tensor(name, shape) for name, shape in hybrids.shapes(case).items()}
     for own, in_files in hybrids.IN_FILES.items():
         found = {name.replace(own, in_files): values for name, values in found.items()}
-    return found
+    return {name: values for name, values in found.items() if ".conv." not in name or not name.endswith(".bias")}
 
 
 def converted(name, values, groups, has_experts):
     """A tensor of transformers as tensors of the file, by names of transformers that the package maps."""
+    if name.endswith(".conv.conv.weight"):
+        return {name: values[:, 0]}
+    if ".feed_forward.experts." in name:
+        block, _, part = name.rpartition(".")
+        kinds = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        halves = np.split(values, len(kinds), -2)
+        return {f"{block}.{kind}.weight": half for kind, half in zip(kinds, halves, strict=True)}
+    if name.endswith(".expert_bias"):
+        return {f"{name}.bias": values}
     layer, _, part = name.rpartition(".mamba." if ".mamba." in name else ".mixer.")
     heads = {"q_proj.weight": 4, "k_proj.weight": 2}.get(name.rpartition("_attn.")[2].rpartition("mixer.")[2])
-    if heads:  # the halves of each head lie between each other
+    if heads and groups:  # the halves of each head lie between each other
         return {name: values.reshape(heads, 2, -1, 32).swapaxes(1, 2).reshape(values.shape)}
     if part == "A_log":
         return {name: -np.exp(values)[:, None]}
@@ -129,7 +159,7 @@ def write_gguf(path, case, fields=(), kind=None, extra=()):
         getattr(writer, name)(value)
     has_experts = bool(own.get("add_expert_count"))
     for name, values in tensors_of(of_floats).items():
-        for of_name, part in converted(name, values, own["add_ssm_group_count"], has_experts).items():
+        for of_name, part in converted(name, values, own.get("add_ssm_group_count", 0), has_experts).items():
             both = (of_name.replace("model.", start, 1) for start in ("model.", "backbone."))
             found = [names.get_name(one, try_suffixes=(".weight", ".bias")) for one in both]
             of_file = found[0] or found[1]

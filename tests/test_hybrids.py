@@ -30,6 +30,7 @@ from specjax.models.mamba import Mamba2
 from specjax.models.network import param_shapes
 from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized
+from specjax.models.short_conv import ShortConv
 from specjax.parallel import data_parallel
 from specjax.testing import recurrent as recurrent_rows
 from specjax.testing.recurrent import WIDTH, _Trial
@@ -188,6 +189,45 @@ def test_nemotron_as_it_is_released(case, tmp_path):
         with_feature_layers(model, (6,))
 
 
+def test_lfm2_as_it_is_released(tmp_path):
+    """The first release's names of fields, and a tensor for each matrix of each expert."""
+    directory = write(tmp_path / "model", "lfm2")
+    first = {name: value for name, value in CONFIGS["lfm2"].items() if name not in ("layer_types", "intermediate_size")}
+    first |= {"full_attn_idxs": [1], "block_ff_dim": 48, "block_dim": 32, "conv_dim": 32, "conv_dim_out": 32}
+    first |= {"block_norm_eps": 1e-5, "num_heads": 4, "block_use_swiglu": True, "use_pos_enc": True}
+    model = load(directory)
+    (directory / "config.json").write_text(json.dumps(first | {"conv_use_xavier_init": True}))
+    assert load(directory).apply.config == model.apply.config
+    directory = write(tmp_path / "mixture", "lfm2_moe")
+    model, tensors = load(directory), load_file(directory / "model.safetensors")
+    for layer in (1, 2):
+        experts = f"model.layers.{layer}.feed_forward.experts"
+        gate, up = np.split(tensors.pop(f"{experts}.gate_up_proj"), 2, axis=1)
+        both = {"w1": gate, "w3": up, "w2": tensors.pop(f"{experts}.down_proj")}
+        tensors |= {f"{experts}.{i}.{name}.weight": x[i].copy() for name, x in both.items() for i in range(4)}
+    save_file(tensors, directory / "model.safetensors")
+    for one, other in zip(*(jax.tree.leaves(each.params) for each in (load(directory), model)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    for layers in (load(tmp_path / "codes").params["layers"], load(directory, quantization="int8").params["layers"]):
+        coded = {name for name, leaf in layers[2].items() if isinstance(leaf, Quantized)}
+        assert coded == {"conv_in", "conv_out", "experts_gate_up", "experts_out"}
+
+
+def test_fields_of_lfm2_that_are_refused(tmp_path):
+    for case, fields, message in (
+        ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types in .* must be 3 times 'full_attention' or 'conv'"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache in .* must be in"),
+        ("lfm2", {"conv_dim": 16}, "conv_dim in .* must be 32"),
+        ("lfm2", {"conv_bias": True}, "conv.in_proj.bias"),
+        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias in .* must be True"),
+        ("lfm2_moe", {"num_dense_layers": 4}, "num_dense_layers in .* must be in"),
+    ):
+        config = CONFIGS[case] | fields
+        with pytest.raises(ValueError, match=message):
+            load(write(tmp_path / next(iter(fields)), case, config))
+
+
 def test_codes_of_nemotron(tmp_path):
     """The matrices of each kind of layer, from files with a tensor for each expert."""
     write_quantized(Checkpoint(released(tmp_path / "floats", "nemotron_h_latents")), tmp_path / "codes", "int8")
@@ -276,6 +316,14 @@ def test_mamba_keeps_the_state_of_plain_decoding(granite):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe"])
+def test_convolutions_keep_the_inputs_of_plain_decoding(case, tmp_path):
+    model = load(write(tmp_path / "model", case))
+    testing.assert_model(model)
+    run_steps(model, 60)
+
+
+@pytest.mark.slow
 def test_layers_without_mixers_keep_nothing(tmp_path):
     testing.assert_model(load(write(tmp_path / "model", "nemotron_h_moe")))
 
@@ -347,13 +395,16 @@ def mesh_of(number):
         ("nemotron_h", 2),
         pytest.param("nemotron_h_latents", 2, marks=pytest.mark.slow),
         ("nemotron_h_latents", 4),
+        pytest.param("lfm2", 4, marks=pytest.mark.slow),
+        ("lfm2_moe", 2),
     ],
 )
 def test_devices_share_the_heads(case, number, goldens, tmp_path):
     """Devices have the logits of one, in prompts, and in steps with and without rejected drafts."""
     model, expected = load(write(tmp_path / case, case), mesh=mesh_of(number)), goldens[case][0]
-    state = jax.tree.leaves(model.init_memory(1, 1, 8).rows["layers"][0]["state"])[0]
-    assert state.addressable_shards[0].data.shape[1] == 4 / number
+    own = model.init_memory(1, 1, 8).rows["layers"][0]
+    kept, axis, whole = ("inputs", 2, 32) if case.startswith("lfm2") else ("state", 1, 4)
+    assert own[kept].addressable_shards[0].data.shape[axis] == whole / number
     memory, start = model.init_memory(1, 1, NUM_TOKENS), 0
     for count in (63, 3):
         output, memory = call(model, inputs_at(start, count, size=66), memory)
@@ -396,6 +447,7 @@ def test_devices_draw_the_tokens_of_one(groups, number):
     [
         (DeltaNet(2, 4, 8, 8), 4, "num_key_heads of gated delta nets must be a multiple of the 4 devices .*, got 2"),
         (Mamba2(2, 6, 8, 8), 4, "num_value_heads of Mamba-2 must be a multiple of the 4 devices .*, got 6"),
+        (ShortConv(10), 4, "num_channels of short convolutions must be a multiple of the 4 devices .*, got 10"),
         (Mamba2(3, 12, 8, 8), 2, "num_key_heads of Mamba-2, .*, must be a multiple or a divisor of the 2 .*, got 3"),
     ],
 )
@@ -420,8 +472,8 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents"])
-def test_steps_of_mamba(case, goldens, tmp_path):
+@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "lfm2"])
+def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))
     _, memory = call(model, inputs_at(0, 65, size=66), model.init_memory(1, 1, NUM_TOKENS))

@@ -19,7 +19,7 @@ from specjax.models.latent_attention import InitLatents, latent_mixer
 from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer, times
 from specjax.models.layer_input import LayerInput
 from specjax.models.linear import Norm, linear, rms_norm
-from specjax.models.recurrent import Recurrent
+from specjax.models.recurrent import RowMixer
 from specjax.models.rope import DynamicScaling, LongRopeScaling, QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.models.shared_keys import Borrowed, Lender
 from specjax.models.vocabulary import ResizedApply
@@ -85,16 +85,16 @@ class DecoderConfig:
         return self.layers if len(self.layers) == self.num_layers else self.layers * self.num_layers
 
     @property
-    def recurrent(self) -> tuple[tuple[int, Recurrent], ...]:
+    def recurrent(self) -> tuple[tuple[int, RowMixer], ...]:
         """The layers that are recurrent, each by its index, with their mixers."""
         mixers = enumerate(layer.mixer for layer in self.each_layer)
-        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, Recurrent))
+        return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, RowMixer))
 
     @property
     def attends(self) -> tuple[bool, ...]:
         """Whether each layer attends, to the keys and values that it keeps or that another layer lends it."""
         mixers = [layer.mixer for layer in self.each_layer]
-        return tuple(mixer is not None and not isinstance(mixer, Recurrent) for mixer in mixers)
+        return tuple(mixer is not None and not isinstance(mixer, RowMixer) for mixer in mixers)
 
     @property
     def has_own_sizes(self) -> bool:

@@ -294,7 +294,7 @@ class MLP:
 class LayerConfig:
     """The kinds and options of one layer; its sizes stand in the `DecoderConfig`."""
 
-    mixer: Any = Attention()  # or a `delta_net.DeltaNet` or `mamba.Mamba2`; None for a layer without one
+    mixer: Any = Attention()  # or a mixer of another kind, as `delta_net.DeltaNet`; None for none
     ffn: "GatedMLP | MLP | Experts | BesideMLP | None" = GatedMLP()  # None for a layer without one
     has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm

@@ -49,8 +49,57 @@ class RowMemory:
         return self.start + self.count
 
 
+class RowMixer:
+    """A mixer that keeps rows of sequences: inputs of a short convolution, and others where a subclass has any."""
+
+    conv_size: int  # tokens that the convolution reads, the own one included
+    window = None  # a mixer has the field; it sees all positions
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution."""
+        raise NotImplementedError
+
+    @property
+    def num_input_slots(self) -> int:
+        """Slots of inputs: of the convolution's window before a step, and of the step."""
+        return self.conv_size - 1 + MAX_STEP
+
+    def rows(self, batch_size: int, dtype: Any) -> dict[str, Array]:
+        """Return the rows that the layer keeps of sequences that have not begun."""
+        return {"inputs": jnp.zeros((batch_size, self.num_input_slots, self.channels), dtype)}
+
+    def window_before(self, memory: RowMemory) -> Array:
+        """Return the inputs before the tokens of a call that the convolution reads."""
+        assert memory.held is not None, "only a call that keeps its rows has inputs before"
+        size = self.conv_size - 1
+        return _read(memory.held["inputs"], memory.position - size, size)
+
+    def convolved(self, convolution: Convolution, window: Array, inputs: Array) -> Array:
+        """Return the channels [R, T, C] float32 of inputs after a window."""
+        num_tokens = inputs.shape[1]
+        line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
+        weight, bias = convolution
+        weight = weight[:, 0].astype(jnp.float32)
+        taps = [line[:, i : i + num_tokens] * weight[None, None, :, i] for i in range(self.conv_size)]
+        mixed = sum(taps[1:], taps[0])
+        if bias is not None:
+            mixed += bias.astype(jnp.float32)[None, None]
+        return mixed
+
+    def inputs_after(self, memory: RowMemory, window: Array, inputs: Array) -> Array:
+        """Return the slots of inputs after a call, given the inputs before it and its own."""
+        assert memory.held is not None, "only a call that keeps its rows has slots"
+        held = memory.held["inputs"]
+        if memory.is_step:
+            return _written(held, memory.position, inputs)
+        assert memory.num_tokens is not None, "calls that keep rows have it"
+        last = _window_after(window, inputs, memory.num_tokens)
+        return _written(held, memory.position + memory.num_tokens - last.shape[1], last)
+
+
 @dataclass(frozen=True)
-class Recurrent:
+class Recurrent(RowMixer):
     """A mixer whose value heads each keep a state; consecutive ones share a key head.
 
     Queries, keys and values are channels of a short convolution. A subclass says how they lie there (`heads_of`), and
@@ -61,25 +110,18 @@ class Recurrent:
     num_value_heads: int
     key_size: int
     value_size: int
-    conv_size: int = 4  # tokens that the convolution reads, the own one included
-    window = None  # a mixer has the field; it sees all positions
+    conv_size: int = 4
 
     @property
     def channels(self) -> int:
         """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
 
-    @property
-    def num_input_slots(self) -> int:
-        """Slots of inputs: of the convolution's window before a step, and of the step."""
-        return self.conv_size - 1 + MAX_STEP
-
     def rows(self, batch_size: int, dtype: Any) -> dict[str, Array]:
         """Return the rows that the layer keeps of sequences that have not begun."""
         heads = self.num_value_heads
-        return {
+        return super().rows(batch_size, dtype) | {
             "state": jnp.zeros((batch_size, heads, self.key_size, self.value_size), jnp.float32),
-            "inputs": jnp.zeros((batch_size, self.num_input_slots, self.channels), dtype),
             "keys": jnp.zeros((batch_size, NUM_SLOTS, self.num_key_heads, self.key_size), jnp.float32),
             "changes": jnp.zeros((batch_size, NUM_SLOTS, heads, self.value_size), jnp.float32),
             "decays": jnp.zeros((batch_size, NUM_SLOTS, heads), jnp.float32),
@@ -129,13 +171,14 @@ class Recurrent:
         held = memory.held
         assert held is not None, "a step keeps its rows"
         state = self._replayed(memory)
-        query, key, value = self.heads_of(self._convolved(convolution, self._window(memory), inputs))
+        window = self.window_before(memory)
+        query, key, value = self.heads_of(jax.nn.silu(self.convolved(convolution, window, inputs)))
         parts = _by_heads(query, key, value, *jnp.unstack(rates, axis=2))
         with jax.default_matmul_precision("highest"):
             output, changes = (x.swapaxes(1, 2) for x in self.output_and_changes(state, parts))
-        written = {"inputs": inputs, "keys": key, "changes": changes, "decays": rates[:, :, -1]}
-        kept = {name: _written(held[name], memory.position, entries) for name, entries in written.items()}
-        return output, {**kept, "state": state}
+        entries = {"keys": key, "changes": changes, "decays": rates[:, :, -1]}
+        kept = {name: _written(held[name], memory.position, each) for name, each in entries.items()}
+        return output, {**kept, "state": state, "inputs": self.inputs_after(memory, window, inputs)}
 
     def prompt(
         self, convolution: Convolution, memory: RowMemory, inputs: Array, rates: Array
@@ -150,10 +193,9 @@ class Recurrent:
             before = nothing["state"], nothing["inputs"][:, : self.conv_size - 1]
             return self._run(convolution, before, inputs, rates, number)[0], None
         assert num_tokens is not None, "calls that keep rows have it"
-        before = self._replayed(memory), self._window(memory)
-        output, (state, window) = self._run(convolution, before, inputs, rates, num_tokens)
-        first = memory.position + num_tokens - window.shape[1]
-        return output, {**held, "state": state, "inputs": _written(held["inputs"], first, window)}
+        before = self._replayed(memory), self.window_before(memory)
+        output, state = self._run(convolution, before, inputs, rates, num_tokens)
+        return output, {**held, "state": state, "inputs": self.inputs_after(memory, before[1], inputs)}
 
     def _replayed(self, memory: RowMemory) -> Array:
         """Return the state after the pending changes of the last step."""
@@ -172,34 +214,15 @@ class Recurrent:
         state = jnp.where((start == 0)[:, None, None, None], 0, held["state"])
         return state * jnp.exp(total[:, -1])[..., None, None] + added
 
-    def _window(self, memory: RowMemory) -> Array:
-        """Return the inputs before the tokens of a call that the convolution reads."""
-        assert memory.held is not None, "only a call that keeps its rows has inputs before"
-        size = self.conv_size - 1
-        return _read(memory.held["inputs"], memory.position - size, size)
-
     def _run(
         self, convolution: Convolution, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state and window after."""
+    ) -> tuple[Array, Array]:
+        """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state afterwards."""
         state, window = before
-        heads = self.heads_of(self._convolved(convolution, window, inputs))
+        heads = self.heads_of(jax.nn.silu(self.convolved(convolution, window, inputs)))
         stays = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < count[:, None]
         rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
-        output, state = self.run_chunks(state, (*heads, *jnp.unstack(rates, axis=2)), inputs.dtype)
-        return output, (state, _window_after(window, inputs, count))
-
-    def _convolved(self, convolution: Convolution, window: Array, inputs: Array) -> Array:
-        """Return the channels [R, T, C] float32 of inputs after a window."""
-        num_tokens = inputs.shape[1]
-        line = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
-        weight, bias = convolution
-        weight = weight[:, 0].astype(jnp.float32)
-        taps = [line[:, i : i + num_tokens] * weight[None, None, :, i] for i in range(self.conv_size)]
-        mixed = sum(taps[1:], taps[0])
-        if bias is not None:
-            mixed += bias.astype(jnp.float32)[None, None]
-        return jax.nn.silu(mixed)
+        return self.run_chunks(state, (*heads, *jnp.unstack(rates, axis=2)), inputs.dtype)
 
 
 def _window_after(window: Array, inputs: Array, count: Array) -> Array:
@@ -296,7 +319,7 @@ def decay_factors(g: Array) -> tuple[Array, Array]:
 class InitRows:
     """`Model.init_rows` of a decoder with recurrent layers."""
 
-    mixers: tuple[tuple[int, Recurrent], ...]  # layers and their mixers
+    mixers: tuple[tuple[int, RowMixer], ...]  # layers and their mixers
     dtype: str
 
     def __call__(self, batch_size: int) -> PyTree:

@@ -28,6 +28,7 @@ from specjax.models.network import Apply, InitCache
 from specjax.models.quantized import Quantized, dequantize
 from specjax.models.quantized_parts import Run, specs_of, split_quantized
 from specjax.models.recurrent import HEAD_AXES, InitRows, Recurrent
+from specjax.models.short_conv import ShortConv
 from specjax.models.tensors import Stored, StoredMatrix, place
 from specjax.parallel import InitOnMesh, InitRowsOnMesh, OnMesh, check_axis, put, shards
 from specjax.parallel.links import links_of
@@ -35,12 +36,12 @@ from specjax.types import Array, Model
 
 Config = DecoderConfig | OPTConfig
 # Matrices of which a device has some inputs; of the others it has some outputs.
-CUT_INPUTS = "attention_out", "delta_out", "mamba_out", "mlp_out", "shared_out", "experts_out"
+CUT_INPUTS = "attention_out", "conv_out", "delta_out", "mamba_out", "mlp_out", "shared_out", "experts_out"
 
 # Arrays whose first axis is of heads or tokens, whatever the layout of matrices.
 OUTPUTS_FIRST = (
     *("embedding", "head", "latent_up", "delta_conv", "delta_decay"),
-    *("mamba_conv", "mamba_decay", "mamba_skip"),
+    *("mamba_conv", "mamba_decay", "mamba_skip", "conv_taps"),
 )
 
 
@@ -176,6 +177,9 @@ def _part_of_mixer(mixer: Any, number: int) -> Any:
             num_value_heads=_part_of_heads("num_value_heads of Mamba-2", mixer.num_value_heads, number),
             num_sharing=max(1, number // groups),
         )
+    if isinstance(mixer, ShortConv):
+        channels = _part_of_heads("num_channels of short convolutions", mixer.num_channels, number)
+        return replace(mixer, num_channels=channels)
     if not isinstance(mixer, DeltaNet):
         return mixer
     heads = _part_of_heads("num_key_heads of gated delta nets", mixer.num_key_heads, number)
@@ -279,6 +283,8 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         return _runs_of_delta_net(name, device, part, number)
     if name.startswith("mamba_"):
         return _runs_of_mamba(name, device, whole, part)
+    if name.startswith("conv_"):
+        return _runs_of_short_conv(name, device, whole, part)
     if mixer := _latent_mixer(whole):
         sizes = {
             "query_up": mixer.query_size,
@@ -387,6 +393,14 @@ def _runs_of_mamba(name: str, device: int, whole: Config, part: Config) -> list[
         runs.append((begin + start * size, begin + (start + number) * size))
         begin += total * size
     return runs
+
+
+def _runs_of_short_conv(name: str, device: int, whole: Config, part: Config) -> list[Run]:
+    """Return a device's part of a short convolution: some channels."""
+    assert isinstance(whole, DecoderConfig) and isinstance(part, DecoderConfig), "no other network has one"
+    total, size = (config.recurrent[0][1].channels for config in (whole, part))
+    begins = range(0, (3 if name.startswith("conv_in") else 0 if name == "conv_out_bias" else 1) * total, total)
+    return [(begin + device * size, begin + (device + 1) * size) for begin in begins]
 
 
 def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> list[Run]:

@@ -38,6 +38,15 @@ class MLPNames:
     out: str = "down_proj"
 
 
+@dataclass(frozen=True)
+class AttentionNames:
+    """How the files of a family name the last matrix of attention, and the norms of queries and keys."""
+
+    out: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+
+
 NAMES = MLPNames()
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -266,7 +275,12 @@ def layer_params(
 
 
 def attention_params(
-    config: DecoderConfig, mixer: Attention, tensors: Tensors, name: str, inputs: int
+    config: DecoderConfig,
+    mixer: Attention,
+    tensors: Tensors,
+    name: str,
+    inputs: int,
+    names: AttentionNames = AttentionNames(),
 ) -> dict[str, Array]:
     """Read the parameters of attention that reads `inputs` numbers of a token."""
     config = mixer.sized(config)
@@ -278,7 +292,7 @@ def attention_params(
     widths = _stored(tensors, name, widths, "qkv_proj")
     params = {
         "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
-        "attention_out": matrices(query, {f"{name}.o_proj.weight": config.hidden_size}),
+        "attention_out": matrices(query, {f"{name}.{names.out}.weight": config.hidden_size}),
     }
     if mixer.output_gate is not None:
         stored = "g_proj" if f"{name}.g_proj.weight" in tensors else "gate_proj"
@@ -287,11 +301,13 @@ def attention_params(
     if mixer.has_bias:
         params["qkv_bias"] = tensors.vectors({f"{part}.bias": width for part, width in widths.items()})
     if mixer.has_out_bias:
-        params["attention_out_bias"] = tensors.vectors({f"{name}.o_proj.bias": config.hidden_size})
+        params["attention_out_bias"] = tensors.vectors({f"{name}.{names.out}.bias": config.hidden_size})
     if mixer.has_sinks:
         params["sinks"] = tensors.vectors({f"{name}.sinks": config.num_heads})
     if mixer.has_head_norms:
-        of_query, of_key = ("query_layernorm", "key_layernorm") if mixer.norms_turned else ("q_norm", "k_norm")
+        of_query, of_key = names.query_norm, names.key_norm
+        if mixer.norms_turned:
+            of_query, of_key = "query_layernorm", "key_layernorm"
         params["query_norm"] = tensors.vectors({f"{name}.{of_query}.weight": size})
         if mixer.keys_of is None:
             params["key_norm"] = tensors.vectors({f"{name}.{of_key}.weight": size})

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specjax.models.gguf import delta_nets, dense, gemmas, latents, mamba, mixtures
+from specjax.models.gguf import delta_nets, dense, gemmas, latents, mamba, mixtures, short_conv
 from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header
 from specjax.models.gguf.places import Place
@@ -86,6 +86,12 @@ NEMOTRON_H = Architecture(
     has_own_rope=True,
     has_kinds_of_layers=True,
     holds=mamba.of_nemotron,
+)
+LFM2 = Architecture(
+    fields=short_conv.lfm2,
+    names=short_conv.OF_LAYER,
+    has_kinds_of_layers=True,
+    holds=short_conv.in_three_axes,
 )
 ARCHITECTURES = {
     "llama": Architecture(
@@ -170,6 +176,8 @@ ARCHITECTURES = {
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
+    "lfm2": LFM2,
+    "lfm2moe": replace(LFM2, fields=short_conv.lfm2_moe, has_experts=True),
     "exaone4": Architecture(fields=dense.three_of_four_slide, names=dense.POST_NORMS),
     "ernie4_5": Architecture(fields=dense.ernie4_5),
     "ernie4_5-moe": Architecture(

@@ -7,6 +7,7 @@ import numpy as np
 WHOLE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -21,7 +22,7 @@ def name_of(name: str, of_layer: dict[str, str]) -> str:
         name: of the tensor in GGUF.
         of_layer: names of the tensors of a layer, by their names in GGUF, with the ending where that is not kept.
     """
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.)?\w+?)(?:\.(weight|bias|scale))?", name)
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?((?:nextn\.|shortconv\.)?\w+?)(?:\.(weight|bias|scale))?", name)
     if match is None:
         return name
     layer, kind, last = match.groups()

@@ -1,0 +1,120 @@
+"""LFM2, dense and with experts: gated short convolutions in most layers, attention with norms in the others."""
+
+from functools import partial
+from typing import Any
+
+from specjax.models.config_file import ConfigFile
+from specjax.models.decoder import DecoderConfig, decoder_model
+from specjax.models.experts import Experts, SigmoidTopK
+from specjax.models.families import llama, mixtures, ropes
+from specjax.models.layer import Attention, GatedMLP, LayerConfig
+from specjax.models.short_conv import ShortConv
+from specjax.models.tensors import Tensors
+from specjax.types import Model
+
+NORMS = {"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}
+OF_ATTENTION = llama.AttentionNames("out_proj", "q_layernorm", "k_layernorm")
+OF_MLP = llama.MLPNames("feed_forward", ("w1", "w3"), "w13", "w2")
+OF_EXPERTS = mixtures.Names("feed_forward", gate="w1", up="w3", down="w2", correction="expert_bias")
+# Fields of the files of the first release: of the weights' start, and names that other fields have, too.
+STARTS = "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"
+MIN_SUM = 1e-6  # added to the sum that the weights of experts are divided by
+
+
+def build(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of an LFM2 checkpoint."""
+    config.only("block_use_swiglu", True)
+    config.ignore(*STARTS)
+    for name, own in (("block_dim", "hidden_size"), ("conv_dim", "hidden_size"), ("conv_dim_out", "hidden_size")):
+        config.only(name, config.size(own))
+    config.only("num_heads", config.size("num_attention_heads"))
+    config.only("block_norm_eps", config.number("norm_eps", 1e-5))
+    each, size = _layers(config, GatedMLP()), _mlp_size(config)
+    return _model(config.replaced(intermediate_size=size), tensors, each)
+
+
+def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a checkpoint of LFM2 with experts."""
+    config.only("use_expert_bias", True)
+    router = mixtures.made(
+        config,
+        SigmoidTopK,
+        *mixtures.counts(config, "num_experts", "num_local_experts"),
+        is_renormalized=config.get("norm_topk_prob", bool, True),
+        scale=config.number("routed_scaling_factor", 1.0),
+        min_sum=MIN_SUM,
+    )
+    each = _layers(config, Experts(router))
+    number = config.size("num_dense_layers", 2, least=0, most=len(each))
+    each = llama.with_dense(each, GatedMLP(), [i < number for i in range(len(each))])
+    return _model(config, tensors, each, expert_size=config.size("moe_intermediate_size"))
+
+
+def _mlp_size(config: ConfigFile) -> int:
+    """Return the width of the MLPs, which the files say before it is made smaller and rounded up."""
+    size = config.size("block_ff_dim", config.size("intermediate_size", 12288))
+    multiple, factor = config.size("block_multiple_of", 256), config.number("block_ffn_dim_multiplier", 1.0)
+    if config.get("block_auto_adjust_ff_dim", bool, True):
+        size = int(factor * (2 * size // 3))
+        return -(-size // multiple) * multiple
+    return size
+
+
+def _layers(config: ConfigFile, ffn: GatedMLP | Experts) -> tuple[LayerConfig, ...]:
+    """Return the description of each layer."""
+    config.only("use_pos_enc", True)
+    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    attending = config.get("full_attn_idxs", list, list(range(number)))
+    default = ["full_attention" if i in attending else "conv" for i in range(number)]
+    types = config.get("layer_types", list, default)
+    if len(types) != number or not {"full_attention"} <= set(types) <= {"full_attention", "conv"}:
+        raise ValueError(
+            f"{config.where('layer_types')} must be {number} times 'full_attention' or 'conv', the first at least "
+            f"once, got {types!r}"
+        )
+    convolution = ShortConv(
+        config.size("hidden_size"), config.size("conv_L_cache", 3, least=2), config.get("conv_bias", bool, False)
+    )
+    attention = Attention(has_head_norms=True)
+    return tuple(LayerConfig(convolution if kind == "conv" else attention, ffn) for kind in types)
+
+
+def _model(config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], **options: Any) -> Model:
+    """Build the model of these layers."""
+    is_tied = config.get("tie_embedding", bool, config.get("tie_word_embeddings", bool, True))
+    fields = {"rms_norm_eps": config.number("norm_eps", 1e-5), "tie_word_embeddings": is_tied}
+    options |= {"transposed": tensors.on_one_gpu, "rope": partial(ropes.read, theta=1e6)}
+    config = config.replaced(**fields)
+    sizes = llama.config_of(config, each, **options)
+    config.check_computation()
+    params = llama.outer_params(sizes, tensors, "model.embed_tokens", "model.embedding_norm")
+    params["layers"] = {i: _params(sizes, one, tensors, f"model.layers.{i}") for i, one in enumerate(each)}
+    tensors.check_all_read()
+    return decoder_model(sizes, params)
+
+
+def _params(config: DecoderConfig, layer: LayerConfig, tensors: Tensors, name: str) -> dict[str, Any]:
+    """Read the parameters of a layer, as `LayerConfig.shapes` names them."""
+    hidden = config.hidden_size
+    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in NORMS.items()}
+    if isinstance(layer.mixer, ShortConv):
+        params |= _conv_params(config, layer.mixer, tensors, f"{name}.conv")
+    else:
+        params |= llama.attention_params(config, layer.mixer, tensors, f"{name}.self_attn", hidden, OF_ATTENTION)
+    if isinstance(layer.ffn, Experts):
+        return params | OF_EXPERTS.params(config, layer.ffn, tensors, name)
+    return params | llama.mlp_params(config, GatedMLP(), tensors, name, OF_MLP)
+
+
+def _conv_params(config: DecoderConfig, mixer: ShortConv, tensors: Tensors, name: str) -> dict[str, Any]:
+    """Read the parameters of a short convolution."""
+    hidden, size, turned = config.hidden_size, mixer.channels, config.transposed
+    params = {
+        "conv_in": tensors.matrices(hidden, {f"{name}.in_proj.weight": 3 * size}, transposed=turned),
+        "conv_taps": tensors.table(f"{name}.conv.weight", size, 1, mixer.conv_size),
+        "conv_out": tensors.matrices(size, {f"{name}.out_proj.weight": hidden}, transposed=turned),
+    }
+    if mixer.has_bias:
+        sizes = {"conv_in": ("in_proj", 3 * size), "conv_taps": ("conv", size), "conv_out": ("out_proj", hidden)}
+        params |= {f"{own}_bias": tensors.vectors({f"{name}.{part}.bias": n}) for own, (part, n) in sizes.items()}
+    return params
