@@ -86,6 +86,49 @@ def test_render_is_that_of_transformers(early, tokens, tmp_path, jinja2):
     assert render(Checkpoint(tmp_path), MESSAGES) == expected == EXPECTED
 
 
+NAMED = {"image_token": "<unk>", "add_bos_token": True, "extra_special_tokens": {"audio": "</s>"}}
+SHOWN = "{{ image_token }} {{ audio }} {{ add_bos_token }} {{ messages[0].content }}"
+
+
+def test_special_tokens_of_other_names_are_those_of_transformers(tmp_path, jinja2):
+    transformers = pytest.importorskip("transformers")
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path, chat_template=SHOWN, **NAMED)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = tokenizer.apply_chat_template(MESSAGES[1:2], tokenize=False)
+    assert render(Checkpoint(tmp_path), MESSAGES[1:2]) == expected == "<unk> </s>  Hello"
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_further_special_tokens(file, tmp_path, jinja2):
+    """A list, as early checkpoints have it."""
+    write_config(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ additional_special_tokens | join(',') }} {{ image_token }}")
+    fields = {"additional_special_tokens": ["<a>", {"content": "<b>"}], "image_token": {"content": "<i>"}}
+    (tmp_path / file).write_text(json.dumps(fields))
+    assert render(Checkpoint(tmp_path), MESSAGES) == "<a>,<b> <i>"
+    (tmp_path / file).write_text(json.dumps({"additional_special_tokens": "<a>"}))
+    with pytest.raises(ValueError, match=f"additional_special_tokens in .*{file} must be"):
+        render(Checkpoint(tmp_path), MESSAGES)
+
+
+def test_keys_without_a_value_are_not_there(tmp_path, jinja2):
+    """As clients of OpenAI's protocol send them; arguments, which are data, keep theirs."""
+    calls = "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.keys() | list }}" + calls + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    made = {"id": None, "type": "function", "function": {"name": "f", "description": None, "arguments": {"a": None}}}
+    messages = [
+        {"role": "user", "content": "x", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "assistant", "content": "y", "tool_calls": None},
+    ]
+    kept = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    expected = f"['role', 'content']['role', 'tool_calls']{json.dumps(kept)}['role', 'content']"
+    assert render(Checkpoint(tmp_path), messages) == expected
+    assert messages[1]["content"] is None and made["id"] is None  # the caller's are as they were
+
+
 @pytest.mark.parametrize("place", ["list", "folder", "one"])
 def test_conversations_with_tools_have_their_own_template(place, tmp_path, jinja2):
     """As Hermes 3 has it; transformers 5 writes such a list as files."""

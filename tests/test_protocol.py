@@ -395,6 +395,14 @@ class TestChat:
         call = chat(served, chat_template_kwargs={"style": "dry"})
         assert served.tokenizer.decode(call.prompts[0]).endswith("assistant\ndry")
 
+    def test_names_of_special_tokens_are_no_values_for_the_template(self, served, tmp_path):
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ image_token }}", "image_token": "cat"}')
+        other = replace(served, directory=tmp_path)
+        assert served.tokenizer.decode(chat(other).prompts[0]) == "cat"
+        for name in ("image_token", "bos_token"):
+            with pytest.raises(BadRequest, match=f"chat_template_kwargs.{name} is not a value that a request may set"):
+                chat(other, chat_template_kwargs={name: "x"})
+
     def test_without_a_template(self, served, tmp_path):
         other = Served("small", served.tokenizer, VOCAB_SIZE, MAX_LENGTH)
         with pytest.raises(BadRequest, match="no chat template"):

@@ -31,7 +31,8 @@ def render(
 
     Args:
         checkpoint: the checkpoint with the template.
-        messages: at least one mapping with "role" ("system", "user" or "assistant") and "content".
+        messages: at least one mapping with "role" ("system", "user" or "assistant") and "content". A key whose value is
+            None, of a message or of its calls of tools, is as if it were not there.
         tools: descriptions of functions that the model may call, if the template knows of tools.
         variables: further values that the template may use.
 
@@ -52,7 +53,8 @@ def render(
     template = checkpoint.chat_template
     if tools and checkpoint.tool_template is not None:
         template = checkpoint.tool_template
-    values = variables | checkpoint.special_tokens | {"messages": messages, "tools": tools, "documents": None}
+    given = {"messages": [_without_nulls(message) for message in messages], "tools": tools, "documents": None}
+    values = variables | checkpoint.special_tokens | given
     try:
         question = json.dumps([template, values | {"add_generation_prompt": True}], default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -67,6 +69,16 @@ def render(
     if answer[:1] == b"E":
         raise ValueError(f"the chat template of {checkpoint.directory} refuses the messages: {answer[1:].decode()}")
     return answer[1:].decode("utf-8", "surrogatepass")
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without the keys whose value is None; arguments of calls, which are data, keep theirs."""
+    found = {key: value for key, value in message.items() if value is not None}
+    if isinstance(calls := found.get("tool_calls"), list | tuple):
+        found["tool_calls"] = [_without_nulls(call) if isinstance(call, Mapping) else call for call in calls]
+    if isinstance(function := found.get("function"), Mapping):
+        found["function"] = {key: value for key, value in function.items() if value is not None}
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -396,13 +396,14 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
     ) -> Result:
         """Generate the assistant's answer to a conversation.
 
         Args:
-            messages: at least one mapping with "role" ("system", "user" or "assistant") and "content".
+            messages: at least one mapping with "role" ("system", "user" or "assistant") and "content". A key whose
+                value is None is as if it were not there.
             params: parameters of the request; None is `SamplingParams()`.
 
         Returns:
@@ -415,7 +416,7 @@ class LLM:
         """
         return self.generate([self.encode_chat(messages)], params)[0]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation up to where the assistant's answer begins, by the chat template.
 
         Args:

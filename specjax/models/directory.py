@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specjax.models.tensors import Tensors
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA, ADDITIONAL = "extra_special_tokens", "additional_special_tokens"  # fields of several tokens
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
@@ -255,16 +256,32 @@ class Checkpoint:
         return tuple(dict.fromkeys(ids))
 
     @property
-    def special_tokens(self) -> dict[str, str]:
-        """The text of each special token that tokenizer_config.json names, by the name of its field.
+    def special_tokens(self) -> dict[str, str | list[str]]:
+        """The texts of the special tokens that tokenizer_config.json names, by the names that chat templates know.
 
-        Checkpoints of early tokenizers name them in special_tokens_map.json.
+        They are the tokens of `SPECIAL_TOKENS` and of other fields whose names end with "_token", the tokens that an
+        object extra_special_tokens names, and the list additional_special_tokens. Checkpoints of early tokenizers name
+        them in special_tokens_map.json.
 
         Raises:
             ValueError: a file is damaged.
         """
-        texts = {name: tokenizers.token_text(self._special_settings(name), name) for name in SPECIAL_TOKENS}
-        return {name: text for name, text in texts.items() if text is not None}
+        files = self.settings("tokenizer_config.json").fields, self.settings("special_tokens_map.json").fields
+        named = [name for fields in files for name in fields if name.endswith("_token")]
+        fields = {name: self._special_settings(name) for name in (*SPECIAL_TOKENS, *named)}
+        if isinstance((table := self._special_settings(EXTRA)).fields.get(EXTRA), dict):
+            fields |= dict.fromkeys(table.fields[EXTRA], table.table(EXTRA))
+        found: dict[str, str | list[str]] = {}
+        for name, config in fields.items():
+            is_token = name in SPECIAL_TOKENS or isinstance(config.fields.get(name), str | dict)
+            if is_token and (text := tokenizers.token_text(config, name)) is not None:
+                found[name] = text
+        config = self._special_settings(ADDITIONAL)
+        tokens = {f"{ADDITIONAL}[{i}]": token for i, token in enumerate(config.get(ADDITIONAL, list, []))}
+        if tokens:
+            texts = [tokenizers.token_text(ConfigFile(config.path, tokens), name) for name in tokens]
+            found[ADDITIONAL] = [text for text in texts if text is not None]
+        return found
 
     def _special_settings(self, name: str) -> ConfigFile:
         """Return the fields of the file that names a special token, the one that transformers reads."""

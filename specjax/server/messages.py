@@ -7,7 +7,7 @@ text is unchanged, and it becomes tokens of ordinary text. A conversation withou
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -137,11 +137,12 @@ def _tool_call(given: dict[str, Any], path: str) -> dict[str, Any]:
     return {"id": given.get("id"), "type": "function", "function": made}
 
 
-def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def template_arguments(given: Mapping[str, Any], special_tokens: Container[str] = ()) -> dict[str, Any]:
     """Return the values that a request hands to the chat template: `chat_template_kwargs` and `reasoning_effort`.
 
     Args:
         given: the fields of the request.
+        special_tokens: the names by which the template knows special tokens of the model.
 
     Raises:
         BadRequest: a value is no boolean, number or short string, or its name is one that only the server sets.
@@ -149,7 +150,8 @@ def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given.get("chat_template_kwargs", {})
     for name, value in arguments.items():
         path = f"chat_template_kwargs.{name[:MAX_NAME_LENGTH]}"
-        if not name.isidentifier() or name.startswith("_") or name in RESERVED or name in SPECIAL_TOKENS:
+        is_reserved = name in RESERVED or name in SPECIAL_TOKENS or name in special_tokens
+        if not name.isidentifier() or name.startswith("_") or is_reserved:
             raise BadRequest(f"{path} is not a value that a request may set", path)
         is_short = isinstance(value, str) and len(value) <= MAX_TEMPLATE_ARGUMENT_LENGTH
         if not (is_short or value is None or isinstance(value, bool | int | float)):

@@ -264,7 +264,7 @@ def encode_messages(given: Mapping[str, Any], served: Served, tools: Tools | Non
         served,
         messages,
         tools and tools.described,
-        template_arguments(given),
+        template_arguments(given, () if served.checkpoint is None else served.checkpoint.special_tokens),
         add_special_tokens=given.get("add_special_tokens", False),
     )
 
