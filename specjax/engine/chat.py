@@ -50,15 +50,49 @@ def render(
     with needs("chat"):
         if find_spec("jinja2") is None:
             raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
-    template = checkpoint.chat_template
-    if tools and checkpoint.tool_template is not None:
-        template = checkpoint.tool_template
+    template = _template(checkpoint, bool(tools))
     given = {"messages": [_without_nulls(message) for message in messages], "tools": tools, "documents": None}
     values = variables | checkpoint.special_tokens | given
     try:
         question = json.dumps([template, values | {"add_generation_prompt": True}], default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"messages and tools must have values that JSON can write: {error}") from error
+    return _answer(checkpoint, question)
+
+
+def variables(checkpoint: Checkpoint, has_tools: bool = False) -> Mapping[str, list[str] | None]:
+    """Return the names of the values that the chat template reads.
+
+    With each come the texts that it may have, where the template tests for them; None stands for any value.
+
+    Args:
+        checkpoint: the checkpoint with the template.
+        has_tools: whether it is the template of conversations with tools.
+
+    Raises:
+        ValueError: the checkpoint has no chat template, or it is no template.
+    """
+    template = _template(checkpoint, has_tools)
+    if template not in _variables:
+        _variables[template] = json.loads(_answer(checkpoint, json.dumps([template, None]).encode()))
+    return _variables[template]
+
+
+_variables: dict[str, dict[str, list[str] | None]] = {}  # of templates that were read before
+
+
+def _template(checkpoint: Checkpoint, has_tools: bool) -> str:
+    template = checkpoint.chat_template
+    with_tools = checkpoint.tool_template if has_tools else None
+    return template if with_tools is None else with_tools
+
+
+def _answer(checkpoint: Checkpoint, question: bytes) -> str:
+    """Return the answer to a question about the template of a checkpoint.
+
+    Raises:
+        ValueError: the template refuses the values, or takes too much time or memory.
+    """
     try:
         answer = _ask(question)
     except NoAnswer as error:

@@ -1,8 +1,9 @@
 """A process that renders chat templates, so that one that takes too much time or memory can be ended.
 
 It reads frames from its standard input and writes frames to its standard output, as `specjax.processes.child` has them.
-The first is empty, and is answered when the process is ready. It runs as a script that imports nothing of specjax,
-which would take a second and 100 MB.
+The first is empty, and is answered when the process is ready. Others are a template and its values, answered by the
+text, or a template and null, answered by the variables that it reads. It runs as a script that imports nothing of
+specjax, which would take a second and 100 MB.
 """
 
 import datetime
@@ -12,7 +13,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, NoReturn
 
 MEMORY = 2**29  # bytes that the process may take beside those that it has when it starts
@@ -33,9 +34,9 @@ def _json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=parts, sort_keys=sort_keys)
 
 
-@lru_cache(8)
-def _compiled(template: str) -> Any:
-    """Return a template, ready to run in a sandbox, as it is code that comes with the weights."""
+@cache
+def _environment() -> Any:
+    """Return the sandbox in which templates run, as they are code that comes with the weights."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
     from jinja2.nodes import Scope
@@ -61,7 +62,38 @@ def _compiled(template: str) -> Any:
     environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    return environment
+
+
+@lru_cache(8)
+def _compiled(template: str) -> Any:
+    """Return a template, ready to run."""
+    return _environment().from_string(template)
+
+
+def _variables(template: str) -> dict[str, list[str] | None]:
+    """Return the names of the values that a template reads and does not set.
+
+    With each come the texts that it may have, where the template asks whether it is among them: it does something else,
+    or refuses the conversation, where the value is not. None stands for any value.
+    """
+    from jinja2 import meta, nodes
+
+    tree = _environment().parse(template)
+    lists = {each.target.name: each.node for each in tree.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
+    denied = [each.node for each in tree.find_all(nodes.Not)]
+    texts: dict[str, list[str]] = {}
+    for compared in tree.find_all(nodes.Compare):
+        operand, value = compared.ops[0], compared.expr
+        listed = lists.get(operand.expr.name) if isinstance(operand.expr, nodes.Name) else operand.expr
+        while isinstance(value, nodes.Filter):
+            value = value.node
+        is_test = operand.op == "notin" or (operand.op == "in" and any(compared is each for each in denied))
+        if is_test and isinstance(value, nodes.Name) and isinstance(listed, nodes.List | nodes.Tuple):
+            values = [item.value for item in listed.items if isinstance(item, nodes.Const)]
+            texts[value.name] = [each for each in values if isinstance(each, str)]
+    # This comes last, because it changes the tree.
+    return {name: texts.get(name) for name in sorted(meta.find_undeclared_variables(tree))}
 
 
 def _rendered(template: str, values: dict[str, Any]) -> str:
@@ -76,7 +108,9 @@ def _rendered(template: str, values: dict[str, Any]) -> str:
 
 def _answer(question: bytes) -> bytes:
     try:
-        return b"T" + _rendered(*json.loads(question)).encode("utf-8", "surrogatepass")
+        template, values = json.loads(question)
+        text = json.dumps(_variables(template)) if values is None else _rendered(template, values)
+        return b"T" + text.encode("utf-8", "surrogatepass")
     except MemoryError:
         return b"Eit needs too much memory"
     except Exception as error:  # the template's code may raise anything

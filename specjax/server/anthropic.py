@@ -94,7 +94,9 @@ TOOL = Object(
     },
     ["name", "input_schema"],
 )
-BUDGET = Integer(1, 2**31 - 1, about="Taken, and not used: max_tokens bounds thoughts and answer together.")
+BUDGET = Integer(
+    1, 2**31 - 1, about="For templates that read a budget; max_tokens bounds thoughts and answer together."
+)
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit that changes nothing
 PARALLEL: dict[str, Kind] = {"disable_parallel_tool_use": Boolean(about="Whether an answer has at most one call.")}
 CHAT_FIELDS: dict[str, Kind] = {
@@ -123,11 +125,11 @@ CHAT_FIELDS: dict[str, Kind] = {
             "adaptive": Object({"display": IGNORED}),
             "enabled": Object({"budget_tokens": BUDGET, "display": IGNORED}, ["budget_tokens"]),
         },
-        about="Taken, and not used: the model and its template say whether there are thoughts.",
+        about="Whether to think, for chat templates that can be told.",
     ),
     "output_config": Object(
         {
-            "effort": Choice(["low", "medium", "high", "xhigh", "max"], about="A value for the chat template."),
+            "effort": Choice(["low", "medium", "high", "xhigh", "max"], about="How much to think."),
             "format": Tagged("type", {"json_schema": Object({"schema": SCHEMA}, ["schema"])}),
         },
         about="The form of the text, unless the answer is a call.",

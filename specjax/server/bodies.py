@@ -280,8 +280,8 @@ def chat(vocab_size: int, max_length: int) -> Object:
         "logprobs": Boolean(about="Whether the answer has the log-probabilities of its tokens; default: false."),
         "top_logprobs": Integer(0, MAX_TOP_LOGPROBS, about="How many of the likeliest tokens to list for each token."),
         "reasoning_effort": Choice(
-            ["none", "minimal", "low", "medium", "high", "xhigh"],
-            about="A value for the chat template.",
+            ["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+            about="How much to think, for chat templates that can be told.",
         ),
         "verbosity": IGNORED,
         "echo": Unsupported([False]),

@@ -138,7 +138,7 @@ def _tool_call(given: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def template_arguments(given: Mapping[str, Any], special_tokens: Container[str] = ()) -> dict[str, Any]:
-    """Return the values that a request hands to the chat template: `chat_template_kwargs` and `reasoning_effort`.
+    """Return the values that a request hands to the chat template by their names there, `chat_template_kwargs`.
 
     Args:
         given: the fields of the request.
@@ -157,7 +157,7 @@ def template_arguments(given: Mapping[str, Any], special_tokens: Container[str] 
         if not (is_short or value is None or isinstance(value, bool | int | float)):
             expected = f"true, false, a number or a string of at most {MAX_TEMPLATE_ARGUMENT_LENGTH} characters"
             raise refusal(path, expected, value)
-    return {name: given[name] for name in ("reasoning_effort",) if name in given} | arguments
+    return arguments
 
 
 def encode_chat(

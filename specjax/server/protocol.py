@@ -17,6 +17,7 @@ from specjax.server.harmony import FINAL
 from specjax.server.messages import encode_chat, encode_text, template_arguments, template_messages
 from specjax.server.parts import MakeParts, Plain
 from specjax.server.served import Served
+from specjax.server.thinking import thinking_values
 from specjax.server.tools import Tools, choose_tools
 
 __all__ = ["BadRequest", "Call", "Constraint", "bad_parameter", "parse_chat", "parse_completion"]
@@ -260,11 +261,12 @@ def encode_messages(given: Mapping[str, Any], served: Served, tools: Tools | Non
         messages = [_with_thinking(message) for message in messages]
     if served.numbers_calls:
         messages = _with_numbers(messages)
+    arguments = template_arguments(given, () if served.checkpoint is None else served.checkpoint.special_tokens)
     return encode_chat(
         served,
         messages,
         tools and tools.described,
-        template_arguments(given, () if served.checkpoint is None else served.checkpoint.special_tokens),
+        thinking_values(given, served, bool(tools and tools.described)) | arguments,
         add_special_tokens=given.get("add_special_tokens", False),
     )
 

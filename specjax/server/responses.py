@@ -157,7 +157,10 @@ INCLUDABLE = [
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-EFFORT = Choice(["none", "minimal", "low", "medium", "high", "xhigh", "max"], about="A value for the chat template.")
+EFFORT = Choice(
+    ["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    about="How much to think, for chat templates that can be told.",
+)
 TEXT = Object({"format": FORMAT, "verbosity": IGNORED}, about="The form of the text, unless the answer is a call.")
 REASONING = Object(
     {"effort": EFFORT, "summary": IGNORED, "generate_summary": IGNORED, "context": IGNORED, "mode": IGNORED},
