@@ -257,12 +257,19 @@ class TestEvents:
         begun = [each for each in events if each["type"] == "content_block_start"]
         assert [each["index"] for each in begun] == [0, 1, 2]
         assert begun[1]["content_block"] | {"id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {}}
-        deltas = [each["delta"] for each in events if each["type"] == "content_block_delta" and each["index"]]
-        assert [(each["type"], json.loads(each["partial_json"])) for each in deltas] == [
-            ("input_json_delta", {"city": "Rome"}),
-            ("input_json_delta", {}),
-        ]
+        deltas = [each for each in events if each["type"] == "content_block_delta" and each["index"]]
+        assert {each["delta"]["type"] for each in deltas} == {"input_json_delta"} and len(deltas) > 4
+        texts = ["".join(each["delta"]["partial_json"] for each in deltas if each["index"] == i) for i in (1, 2)]
+        assert list(map(json.loads, texts)) == [{"city": "Rome"}, {}]
         assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+    def test_a_call_without_an_end(self, served):
+        """Nobody takes it for a call: the answer ends for the reason that it has without one."""
+        call, text = read(served, tools=[TOOL]), TEXT[: TEXT.index("ome")]
+        for reason, expected in (("length", "max_tokens"), ("stop", "end_turn")):
+            events = stream_of(served, call, result_of(served, [text], reason=reason), pieces_of(served, text))
+            assert names_of(events) == ["message_start", "ping", *BLOCK * 2, "message_delta", "message_stop"]
+            assert events[-2]["delta"]["stop_reason"] == expected
 
     def test_an_answer_without_text(self, served):
         events = stream_of(served, read(served), result_of(served, [""], reason="stop"), [])

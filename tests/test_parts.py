@@ -29,11 +29,22 @@ PREAMBLE = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
 
 
 def parts_of(make, text, size):
-    """The parts of an answer that comes in pieces of some characters: reasoning, text and calls."""
-    parts, found = make(), ["", ""]
+    """The parts of an answer that comes in pieces of some characters: reasoning, text and calls.
+
+    The calls are as the end has them; parts that came before belong to them.
+    """
+    parts, found, calls = make(), ["", ""], []
     for start in range(0, len(text), size):
-        found = [before + new for before, new in zip(found, parts.feed(text[start : start + size]), strict=True)]
+        part = parts.feed(text[start : start + size])
+        found = [found[0] + part.reasoning, found[1] + part.text]
+        for one in part.calls:
+            if one.number == len(calls):
+                calls.append([one.name, ""])
+            calls[one.number][1] += one.arguments
     last = parts.finish()
+    for (name, arguments), made in zip(calls, last.calls, strict=False):
+        assert name == made.name and made.arguments.startswith(arguments)
+    assert len(calls) <= len(last.calls)
     return found[0] + last.reasoning, found[1] + last.text, [(one.name, one.arguments) for one in last.calls]
 
 
@@ -54,8 +65,6 @@ ANSWERS = [
     (Harmony, HARMONY_CALL.removeprefix("<|start|>assistant"), ("", "", MADE)),
     (Harmony, " to=functions.weather<|channel|>commentary<|message|>" + SUN + "<|call|>", ("", "", MADE)),
     (Harmony, HARMONY_CALL.replace("weather", "others"), ("", SUN, [])),
-    (Harmony, HARMONY_CALL.removesuffix("}<|call|>"), ("", SUN[:-1], [])),
-    (Harmony, HARMONY_CALL.replace('"Rome"', "NaN"), ("", '{"city": NaN}', [])),
     (Harmony, "<|channel|>analysis<|message|>hm <|e", ("hm <|e", "", [])),
     (Harmony, "<|channel|>ana", ("", "", [])),
     (Harmony, "plain < text", ("", "plain < text", [])),
@@ -70,6 +79,40 @@ def test_parts(make, text, expected):
         assert parts_of(lambda: make(TOOLS), text, size) == expected
     whole = make(TOOLS).whole(text)
     assert (whole.reasoning, whole.text, [tuple(one) for one in whole.calls]) == expected
+
+
+CITY = '{"city": '
+BROKEN = [  # a text, its parts whole and in a stream, and whether the last call of the stream is cut
+    (Harmony, HARMONY_CALL.removesuffix("}<|call|>"), ("", SUN[:-1], []), ("", "", [("weather", SUN[:-1])]), True),
+    (
+        Harmony,
+        HARMONY_CALL.replace('"Rome"', "NaN"),
+        ("", '{"city": NaN}', []),
+        ("", "NaN}", [("weather", CITY)]),
+        True,
+    ),
+    (Harmony, HARMONY_CALL.replace("}<", "} so<"), ("", SUN + " so", []), ("", "so", MADE), False),
+    (Harmony, HARMONY_CALL.replace(SUN, "[1]"), ("", "[1]", []), ("", "[1]", []), False),
+    (Plain, CALL[: CALL.index('"}}')], ("", CALL[: CALL.index('"}}')], []), ("", "", [("weather", SUN[:-2])]), True),
+    (Plain, CALL.removesuffix("}</tool_call>"), ("", CALL.removesuffix("}</tool_call>"), []), ("", "", MADE), False),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "whole", "streamed", "is_cut"), BROKEN)
+def test_calls_that_are_none(make, text, whole, streamed, is_cut):
+    """A whole answer has them as text. A stream has sent their parts before it could know."""
+    assert make(TOOLS).whole(text) == (*whole, False)
+    for size in (1, 2, 7, 1000):
+        assert parts_of(lambda: make(TOOLS), text, size) == streamed
+    parts = make(TOOLS)
+    parts.feed(text)
+    assert parts.finish().is_cut == is_cut
+
+
+def test_a_tool_by_the_name_of_a_part():
+    tools = Tools([], ("text", "reasoning"))
+    found = Harmony(tools).whole(HARMONY_CALL.replace("weather", "text"))
+    assert found.calls == [("text", SUN)] and found.text == ""
 
 
 def test_a_single_call():
@@ -221,7 +264,8 @@ def test_chat_completions(harmony):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk is not None]
     for name, expected in (("reasoning", "hm < 3\nso"), ("reasoning_content", "hm < 3\nso"), ("content", "I look.")):
         assert "".join(delta.get(name, "") for delta in deltas) == expected
-    assert [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta] == [SUN]
+    made = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
+    assert "".join(made) == SUN and len(made) > 3
     assert not any(delta.get("reasoning") and "content" in delta for delta in deltas)
 
 

@@ -677,10 +677,10 @@ class TestTools:
             assert len(find_calls(text, asked.tools)[1]) == (1 if is_single else 2)
             result = result_of(served, [text], reason="stop")
             (choice,) = answers.answer(asked, [result], answers.new_head(asked), served)["choices"]
-            whole = choice["message"]["tool_calls"]
-            *_, chunk, last = stream_of(served, asked, result, pieces_of(served, text))
-            assert len(whole) == len(chunk["delta"]["tool_calls"]) == (1 if is_single else 2)
-            assert last["finish_reason"] == "tool_calls"
+            whole = [each["function"] for each in choice["message"]["tool_calls"]]
+            choices = stream_of(served, asked, result, pieces_of(served, text))
+            assert whole == calls_of(choices) and len(whole) == (1 if is_single else 2)
+            assert choices[-1]["finish_reason"] == "tool_calls"
 
     def test_text_that_is_no_call_is_sent_at_once(self):
         free = Tools([], ("weather",))
@@ -735,6 +735,18 @@ KIMI = f"<|tool_calls_section_begin|>{''.join(KIMI_CALLS)}<|tool_calls_section_e
 FENCED = f"<|tool▁call▁begin|>function<|tool▁sep|>weather\n```json\n{ROME}\n```<|tool▁call▁end|>"
 BARE = f"<|tool▁call▁begin|>weather<|tool▁sep|>{ROME}<|tool▁call▁end|>"
 INVOKE = '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>'
+
+
+def calls_of(choices):
+    """The calls of the tools of a stream, of whose chunks these are the choices."""
+    found = []
+    for each in (each for choice in choices for each in choice["delta"].get("tool_calls", ())):
+        if "name" in each["function"]:
+            assert each["index"] == len(found)
+            found.append(each["function"])
+        else:
+            found[each["index"]]["arguments"] += each["function"]["arguments"]
+    return found
 
 
 def deepseek(*calls):
@@ -941,9 +953,24 @@ class TestStreams:
         call = chat(served, stream=True, tools=[TOOL])
         choices = stream_of(served, call, result_of(served, [text], reason="stop"), pieces_of(served, text))
         assert "".join(each["delta"].get("content", "") for each in choices) == "So "
-        (made,) = choices[-2]["delta"]["tool_calls"]
-        assert (made["index"], made["function"]["name"]) == (0, "weather")
+        assert calls_of(choices) == [{"name": "weather", "arguments": '{"city": "Rome"}'}]
         assert choices[-1]["finish_reason"] == "tool_calls"
+        first, *others = [each["delta"]["tool_calls"] for each in choices if "tool_calls" in each["delta"]]
+        assert first[0]["id"] and first[0]["type"] == "function" and len(others) > 2
+        assert all(
+            each.keys() == {"index", "function"} and each["function"].keys() == {"arguments"} for (each,) in others
+        )
+
+    def test_of_a_call_without_an_end(self, served):
+        """Its parts have been sent, so it stays a call; the reason tells that the answer broke off."""
+        text = '<tool_call>{"name": "weather", "arguments": {"city": "Ro'
+        call = chat(served, stream=True, tools=[TOOL])
+        for reason, more in (("length", ""), ("stop", "\n</tool_call>")):
+            result = result_of(served, [text + more], reason=reason)
+            choices = stream_of(served, call, result, pieces_of(served, text + more))
+            assert calls_of(choices) == [{"name": "weather", "arguments": '{"city": "Ro'}]
+            assert "".join(each["delta"].get("content", "") for each in choices) == more
+            assert choices[-1]["finish_reason"] == reason
 
     def test_text_that_looked_like_a_call(self, served):
         call = chat(served, stream=True, tools=[TOOL])

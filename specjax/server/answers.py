@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.engine.requests import Completion, Metrics, Piece, Result, TokenLogProbs
+from specjax.server.call_stream import CallPart
 from specjax.server.protocol import Call
 from specjax.server.served import Served
+from specjax.server.tools import SentCalls, ToolCall
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
 
@@ -137,7 +139,7 @@ def _completion_choice(
 
 
 def _chat_choice(call: Call, prompt: int, result: Result, completion: Completion, served: Served) -> dict[str, Any]:
-    reasoning, content, calls = call.parts(call.tools).whole(completion.text)
+    reasoning, content, calls, _ = call.parts(call.tools).whole(completion.text)
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     message |= reasoned(reasoning)
     if calls:
@@ -261,7 +263,7 @@ class ChoiceStream:
     def __init__(self, call: Call, prompt: int, sample: int, head: Head, served: Served):
         self._call, self._prompt, self._head, self._served = call, prompt, head, served
         self._index, self._sample = prompt * call.params.n + sample, sample
-        self._parts = call.parts(call.tools)
+        self._parts, self._calls = call.parts(call.tools), SentCalls()
         self._tokens: list[int] = []
         self._num_received = self._num_sent = 0  # characters of the text that have come, and that have been sent
         self._num_listed = 0  # tokens whose ids have been sent
@@ -281,12 +283,15 @@ class ChoiceStream:
         self._tokens += [piece.token_id for piece in pieces]
         new = "".join(piece.text for piece in pieces)
         self._num_received += len(new)
-        reasoning, text = self._parts.feed(new)
-        if not (reasoning or text or self._call.has_token_ids) and self._call.top_logprobs is None:
+        reasoning, text, calls = self._parts.feed(new)
+        if not (reasoning or text or calls or self._call.has_token_ids) and self._call.top_logprobs is None:
             return None
         start, self._num_sent = self._num_sent, self._num_sent + len(text)
         logprobs = self._logprobs(first, [piece.logprobs or {} for piece in pieces], start)
-        return self._chunk(_delta(reasoning, text) if self._call.is_chat else text, logprobs)
+        if not self._call.is_chat:
+            return self._chunk(text, logprobs)
+        delta = {} if calls and not (reasoning or text) else _delta(reasoning, text)
+        return self._chunk(delta | self._call_delta(calls), logprobs)
 
     def finish(self, result: Result) -> list[dict[str, Any]]:
         """Return the last chunks, which say why the sample ended. All pieces must have been fed before.
@@ -298,16 +303,28 @@ class ChoiceStream:
             return [self._chunk("", None, "length")]
         ended = next(each for each in result.completions if each.index == self._sample)
         reason, chunks = ended.finish_reason, []
-        reasoning, text, calls = self._parts.finish()
+        reasoning, text, calls, is_cut = self._parts.finish()
         if reasoning or text:
             chunks.append(self._chunk(_delta(reasoning, text)))
-        if calls:
-            listed = [{"index": i} | each.body() for i, each in enumerate(calls)]
-            chunks.append(self._chunk({"tool_calls": listed}))
-            reason = "tool_calls" if reason == "stop" else reason
+        if rest := self._calls.rest(calls):
+            chunks.append(self._chunk(self._call_delta(rest)))
+        if calls and not is_cut and reason == "stop":
+            reason = "tool_calls"
         last = self._chunk({} if self._call.is_chat else "", None, reason)
         last["choices"][0]["stop_reason"] = ended.stop_reason
         return [*chunks, last]
+
+    def _call_delta(self, parts: Sequence[CallPart]) -> dict[str, Any]:
+        """Return more of the calls of a message: the first part of each has its name and id."""
+        listed: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if self._calls.add(part):
+                listed[part.number] = {"index": part.number} | ToolCall(part.name, part.arguments).body()
+            elif part.number in listed:
+                listed[part.number]["function"]["arguments"] += part.arguments
+            else:
+                listed[part.number] = {"index": part.number, "function": {"arguments": part.arguments}}
+        return {"tool_calls": list(listed.values())} if listed else {}
 
     def _logprobs(self, first: int, entries: list[TokenLogProbs], start: int) -> dict[str, Any] | None:
         top, tokens = self._call.top_logprobs, self._tokens[first:]

@@ -12,6 +12,7 @@ from typing import Any
 from specjax.engine.requests import Completion, Piece, Result
 from specjax.server import answers, bodies, protocol
 from specjax.server.bodies import ANSWER_FIELDS, LABEL, MODEL, SCHEMA
+from specjax.server.call_stream import CallPart
 from specjax.server.errors import ApiError
 from specjax.server.fields import (
     BadRequest,
@@ -40,7 +41,7 @@ from specjax.server.messages import (
 from specjax.server.protocol import Call
 from specjax.server.served import Served
 from specjax.server.streams import event
-from specjax.server.tools import MAX_DESCRIPTION_LENGTH, MAX_TOOLS, ToolCall, choose_tools
+from specjax.server.tools import MAX_DESCRIPTION_LENGTH, MAX_TOOLS, SentCalls, ToolCall, choose_tools
 from specjax.server.tools import NAME as TOOL_NAME
 
 NOTHING_ELSE = "because the model takes nothing else"
@@ -280,17 +281,17 @@ class MessageAnswer:
     def __init__(self, call: Call, served: Served):
         self._call, self._served = call, served
         self._id = f"msg_{call.request_id or uuid.uuid4().hex}"
-        self._parts = call.parts(call.tools)
+        self._parts, self._calls = call.parts(call.tools), SentCalls()
         self._num_blocks = 0  # blocks of a stream that have ended
-        self._open = ""  # "thinking" or "text", the kind of the block that is open
+        self._open = ""  # "thinking", "text" or "tool_use", the kind of the block that is open
 
     def body(self, results: Sequence[Result]) -> dict[str, Any]:
         (result,) = results
         completion = result.completions[0]
-        reasoning, text, calls = self._call.parts(self._call.tools).whole(completion.text)
+        reasoning, text, calls, _ = self._call.parts(self._call.tools).whole(completion.text)
         parts = ("thinking", reasoning), ("text", text)
         content: list[dict[str, Any]] = [_block(kind, part) for kind, part in parts if part]
-        content += [_tool_use(made, json.loads(made.arguments)) for made in calls]
+        content += [_tool_use(made.name, json.loads(made.arguments)) for made in calls]
         drafts = answers.speculative_decoding([result.metrics])
         return {
             **self._message(content, _usage(self._call, result)),
@@ -304,16 +305,15 @@ class MessageAnswer:
         return _event("message_start", message=self._message([], usage)) + self.ping()
 
     def feed(self, found: Sequence[tuple[int, Piece]]) -> bytes:
-        reasoning, text = self._parts.feed("".join(piece.text for _, piece in found))
-        return self._add("thinking", reasoning) + self._add("text", text)
+        return self._add_parts(*self._parts.feed("".join(piece.text for _, piece in found)))
 
     def finish(self, results: Sequence[Result]) -> bytes:
         (result,) = results
         completion = result.completions[0]
-        reasoning, text, calls = self._parts.finish()
-        events = self._add("thinking", reasoning) + self._add("text", text) + self._end_part()
-        events += b"".join(map(self._add_call, calls))
-        events += _event("message_delta", delta=self._stop(completion, calls), usage=_usage(self._call, result))
+        reasoning, text, calls, is_cut = self._parts.finish()
+        events = self._add_parts(reasoning, text, self._calls.rest(calls)) + self._end_part()
+        stop = self._stop(completion, () if is_cut else calls)
+        events += _event("message_delta", delta=stop, usage=_usage(self._call, result))
         return events + _event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:
@@ -346,6 +346,13 @@ class MessageAnswer:
             return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
+    def _add_parts(self, reasoning: str, text: str, calls: Sequence[CallPart]) -> bytes:
+        """Return the events of more of an answer: of the call that is open, then of what follows it."""
+        last = self._calls.last if self._open == "tool_use" else -1
+        events = b"".join(self._add_call(part) for part in calls if part.number == last)
+        events += self._add("thinking", reasoning) + self._add("text", text)
+        return events + b"".join(self._add_call(part) for part in calls if part.number != last)
+
     def _add(self, kind: str, part: str) -> bytes:
         """Return the events of more thinking or text; the first opens a block."""
         if not part:
@@ -357,15 +364,18 @@ class MessageAnswer:
         return events + self._delta({"type": f"{kind}_delta", kind: part})
 
     def _end_part(self) -> bytes:
-        """Return the end of the block of thinking or text that is open, if one is."""
+        """Return the end of the block that is open, if one is."""
         if not self._open:
             return b""
         self._open = ""
         return self._end_block()
 
-    def _add_call(self, made: ToolCall) -> bytes:
-        delta = {"type": "input_json_delta", "partial_json": made.arguments}
-        return self._start_block(_tool_use(made, {})) + self._delta(delta) + self._end_block()
+    def _add_call(self, part: CallPart) -> bytes:
+        events = b""
+        if self._calls.add(part):
+            events = self._end_part() + self._start_block(_tool_use(part.name, {}))
+            self._open = "tool_use"
+        return events + self._delta({"type": "input_json_delta", "partial_json": part.arguments})
 
     def _start_block(self, block: dict[str, Any]) -> bytes:
         return _event("content_block_start", index=self._num_blocks, content_block=block)
@@ -387,8 +397,8 @@ def _block(kind: str, part: str) -> dict[str, Any]:
     return {"type": kind, kind: part} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _tool_use(made: ToolCall, values: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": made.name, "input": values}
+def _tool_use(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": values}
 
 
 def _usage(call: Call, result: Result) -> dict[str, int]:

@@ -35,6 +35,7 @@ from specjax.server.remote import RemoteEngine
 from specjax.server.responses import ResponseAnswer
 from specjax.server.served import Served, tokenizer_info
 from specjax.server.streams import Answer, CompletionAnswer
+from specjax.server.tool_texts import COMPACT, dump
 from specjax.version import __version__
 
 LAST_WORDS_SECONDS = 5.0  # for the error that ends a stream
@@ -214,7 +215,7 @@ class App:
                 give_up = partial(self._give_up, requests)
                 return _EventStream(first, events, deadline - time.perf_counter(), answer, give_up)
             results = await attended(http.receive, self._results(requests, start), seconds)
-            return JSONResponse(answer.body(results))
+            return Response(dump(answer.body(results), COMPACT), media_type="application/json")
         except BaseException as error:
             self._give_up(requests)
             if isinstance(error, ValueError) and str(error).startswith("guided_decoding"):  # it does not compile

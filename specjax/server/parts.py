@@ -1,9 +1,10 @@
 """Part the text of an answer, as it comes, into reasoning, text and calls of tools."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from specjax.server.call_stream import CallPart
 from specjax.server.tools import CallFinder, ToolCall, Tools, find_calls
 
 OPENING, CLOSING = "<think>", "</think>"
@@ -14,6 +15,7 @@ class Part(NamedTuple):
 
     reasoning: str = ""
     text: str = ""
+    calls: Sequence[CallPart] = ()
 
 
 class Whole(NamedTuple):
@@ -22,6 +24,7 @@ class Whole(NamedTuple):
     reasoning: str
     text: str
     calls: list[ToolCall]
+    is_cut: bool = False  # whether the last call of a stream broke off
 
 
 class Parts(Protocol):
@@ -32,7 +35,7 @@ class Parts(Protocol):
         ...
 
     def finish(self) -> Whole:
-        """Return the rest of the reasoning and of the text, and all calls."""
+        """Return the rest of the reasoning and of the text, and all calls, also those whose parts have come."""
         ...
 
     def whole(self, text: str) -> Whole:
@@ -60,10 +63,10 @@ class Plain:
         self._tools, self._finder = tools, CallFinder(tools)
 
     def feed(self, text: str) -> Part:
-        return Part("", self._finder.feed(text))
+        return Part("", self._finder.feed(text), self._finder.take())
 
     def finish(self) -> Whole:
-        return Whole("", *self._finder.finish())
+        return Whole("", *self._finder.finish(), self._finder.is_cut)
 
     def whole(self, text: str) -> Whole:
         return Whole("", text, []) if self._tools is None else Whole("", *find_calls(text, self._tools))
@@ -98,19 +101,18 @@ class Thinking:
         if self._is_thinking or self._is_after:
             return Part(reasoning)
         text, self._held = self._held, ""
-        return Part(reasoning, self._plain.feed(text).text)
+        return self._plain.feed(text)._replace(reasoning=reasoning)
 
     def finish(self) -> Whole:
         reasoning = self._held.rstrip() if self._is_thinking else ""
         first = self._plain.feed(self._held).text if self._is_before else ""
-        _, text, calls = self._plain.finish()
-        return Whole(reasoning, first + text, calls)
+        last = self._plain.finish()
+        return last._replace(reasoning=reasoning, text=first + last.text)
 
     def whole(self, text: str) -> Whole:
         found = Thinking(None, self._is_thinking)
         first, last = found.feed(text), found.finish()
-        _, text, calls = self._plain.whole(first.text + last.text)
-        return Whole(first.reasoning + last.reasoning, text, calls)
+        return self._plain.whole(first.text + last.text)._replace(reasoning=first.reasoning + last.reasoning)
 
     def _begins(self) -> bool:
         """Return whether it is known now how the answer begins."""

@@ -13,6 +13,7 @@ from typing import Any
 from specjax.engine.requests import Piece, Result
 from specjax.server import answers, bodies, items, protocol
 from specjax.server.bodies import ANSWER_FIELDS, LABEL, MAX_TOP_LOGPROBS, MODEL, SCHEMA
+from specjax.server.call_stream import CallPart
 from specjax.server.errors import ApiError
 from specjax.server.fields import (
     BadRequest,
@@ -40,7 +41,15 @@ from specjax.server.messages import (
 from specjax.server.protocol import Call, Constraint
 from specjax.server.served import Served
 from specjax.server.streams import COMMENT, event
-from specjax.server.tools import FUNCTION, MAX_DESCRIPTION_LENGTH, MAX_TOOLS, MODE, ToolCall, choose_tools
+from specjax.server.tools import (
+    FUNCTION,
+    MAX_DESCRIPTION_LENGTH,
+    MAX_TOOLS,
+    MODE,
+    SentCalls,
+    ToolCall,
+    choose_tools,
+)
 from specjax.server.tools import NAME as FUNCTION_NAME
 
 NOTHING_STORED = "this server stores no answers; give the turns before as items of input"
@@ -348,13 +357,14 @@ class ResponseAnswer:
     def __init__(self, call: Call, served: Served):
         self._call, self._served = call, served
         self._id, self._created = items.new_id("resp", call.request_id), int(time.time())
-        self._parts = call.parts(call.tools)
+        self._parts, self._calls = call.parts(call.tools), SentCalls()
         functions = _functions(call.repeated.get("tools", ()))
         self._names = {_full_name(space, tool["name"]): (space, tool["name"]) for space, tool in functions}
         self._num_events = 0
         self._output: list[dict[str, Any]] = []  # items of a stream that are complete
         self._message: dict[str, Any] | None = None  # the item of a stream that text goes to
         self._thought: dict[str, Any] | None = None  # the item of a stream that reasoning goes to
+        self._made: dict[str, Any] | None = None  # the item of a stream that arguments of a call go to
         self._reasoning = ""  # of it
         self._all_reasoning = ""  # of all such items
         self._text = ""  # of it
@@ -364,7 +374,7 @@ class ResponseAnswer:
     def body(self, results: Sequence[Result]) -> dict[str, Any]:
         (result,) = results
         completion = result.completions[0]
-        reasoning, text, calls = self._call.parts(self._call.tools).whole(completion.text)
+        reasoning, text, calls, _ = self._call.parts(self._call.tools).whole(completion.text)
         self._all_reasoning = reasoning
         output = [self._call_item(made) for made in calls]
         if text or not calls:
@@ -386,19 +396,18 @@ class ResponseAnswer:
     def feed(self, found: Sequence[tuple[int, Piece]]) -> bytes:
         pieces = [piece for _, piece in found]
         self._list([piece.token_id for piece in pieces], [piece.logprobs or {} for piece in pieces])
-        reasoning, text = self._parts.feed("".join(piece.text for piece in pieces))
-        return self._add_reasoning(reasoning) + (self._add_text(text) if text else b"")
+        return self._add_parts(*self._parts.feed("".join(piece.text for piece in pieces)))
 
     def finish(self, results: Sequence[Result]) -> bytes:
         (result,) = results
         completion = result.completions[0]
-        reasoning, text, calls = self._parts.finish()
-        events = self._add_reasoning(reasoning) + self._end_thought()
+        reasoning, text, calls, is_cut = self._parts.finish()
+        events = self._add_parts(reasoning, text, self._calls.rest(calls)) + self._end_thought()
         has_message = self._message is not None or any(item["type"] == "message" for item in self._output)
-        events += self._add_text(text) if text or not (calls or has_message) else b""
+        events += b"" if calls or has_message else self._add_text("")
         if self._message is not None:
             events += self._end_message(items.message_status(completion, calls))
-        events += b"".join(map(self._add_call, calls))
+        events += self._end_call("incomplete" if is_cut else "completed")
         response = self._ended(result, self._output)
         return events + self._event(f"response.{response['status']}", response=response)
 
@@ -418,11 +427,18 @@ class ResponseAnswer:
         if self._call.top_logprobs is not None:
             self._entries += answers.list_chat(self._served, tokens, entries or [], self._call.top_logprobs)
 
+    def _add_parts(self, reasoning: str, text: str, calls: Sequence[CallPart]) -> bytes:
+        """Return the events of more of an answer: of the call that is open, then of what follows it."""
+        last = -1 if self._made is None else self._calls.last
+        events = b"".join(self._add_call(part) for part in calls if part.number == last)
+        events += self._add_reasoning(reasoning) + (self._add_text(text) if text else b"")
+        return events + b"".join(self._add_call(part) for part in calls if part.number != last)
+
     def _add_reasoning(self, reasoning: str) -> bytes:
-        """Return the events of more reasoning; the first opens an item, after a message that is open."""
+        """Return the events of more reasoning; the first opens an item, after a message or call that is open."""
         if not reasoning:
             return b""
-        events = b"" if self._message is None else self._end_message("completed")
+        events = self._end_call() + (b"" if self._message is None else self._end_message("completed"))
         if self._thought is None:
             self._thought = items.thought(items.new_id("rs"), "in_progress", "")
             events += self._event("response.output_item.added", output_index=len(self._output), item=self._thought)
@@ -448,7 +464,7 @@ class ResponseAnswer:
 
     def _add_text(self, text: str) -> bytes:
         """Return the events of more text of the message, which the first opens."""
-        events = self._end_thought()
+        events = self._end_thought() + self._end_call()
         if self._message is None:
             self._message = items.message(items.new_id("msg"), "in_progress", [])
             events += self._event("response.output_item.added", output_index=len(self._output), item=self._message)
@@ -484,16 +500,27 @@ class ResponseAnswer:
         item = items.function_call(items.new_id("fc"), made._replace(name=name))
         return item | ({"namespace": namespace} if namespace else {})
 
-    def _add_call(self, made: ToolCall) -> bytes:
-        item = self._call_item(made)
+    def _add_call(self, part: CallPart) -> bytes:
+        """Return the events of more of a call; the first opens an item, after others that are open."""
+        events = b""
+        if self._calls.add(part):
+            events = self._end_thought() + self._end_call()
+            events += b"" if self._message is None else self._end_message("completed")
+            self._made = self._call_item(ToolCall(part.name, "")) | {"status": "in_progress"}
+            events += self._event("response.output_item.added", output_index=len(self._output), item=self._made)
+        assert self._made is not None, "the first part opens it"
+        self._made = self._made | {"arguments": self._made["arguments"] + part.arguments}
+        place = {"item_id": self._made["id"], "output_index": len(self._output)}
+        return events + self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
+
+    def _end_call(self, status: str = "completed") -> bytes:
+        """Return the end of the call that is open, if one is."""
+        if self._made is None:
+            return b""
+        item, self._made = self._made | {"status": status}, None
         place = {"item_id": item["id"], "output_index": len(self._output)}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        events = self._event("response.output_item.added", output_index=len(self._output), item=begun)
-        events += self._event("response.function_call_arguments.delta", **place, delta=made.arguments)
-        events += self._event(
-            "response.function_call_arguments.done", **place, name=item["name"], arguments=made.arguments
-        )
-        return events + self._end_item(item)
+        told = {"name": item["name"], "arguments": item["arguments"]}
+        return self._event("response.function_call_arguments.done", **place, **told) + self._end_item(item)
 
     def _ended(self, result: Result, output: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the response object of a generation that has come to its end."""

@@ -1,6 +1,5 @@
 """The answer to a call in the form of its protocol, whole or as the events of a stream."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ from specjax.server.answers import ChoiceStream
 from specjax.server.errors import ApiError, is_of_anthropic
 from specjax.server.protocol import Call
 from specjax.server.served import Served
+from specjax.server.tool_texts import COMPACT, dump
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": the stream goes on\n\n"  # which clients leave out
@@ -22,7 +22,7 @@ def event(body: dict[str, Any], name: str | None = None) -> bytes:
         body: its data.
         name: its name, in protocols that name events.
     """
-    data = b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    data = b"data: " + dump(body, COMPACT).encode() + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 

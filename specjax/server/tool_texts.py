@@ -14,9 +14,10 @@ is read as JSON.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 
 class Elements(NamedTuple):
@@ -59,6 +60,13 @@ FENCED = Elements(  # with a type before the name and a fence around the object,
     ),
     re.compile(rf"(?:```\s*)?<{BAR}tool▁call▁end{BAR}>\s*(?=<{BAR}tool▁call▁begin{BAR}>|\Z)"),
 )
+_NAMES = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call", "function_calls"
+OUTER_TAGS = {  # tags around a call, or around several, with those that close them
+    **{f"<{name}>": f"</{name}>" for name in _NAMES},
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
+    f"<{BAR}tool▁calls▁begin{BAR}>": f"<{BAR}tool▁calls▁end{BAR}>",
+}
+PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls up to the end of an answer
 INNER_TAGS = (
     "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>",
@@ -74,11 +82,17 @@ NAME = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)
 PYTHON = {"True": True, "False": False, "None": None}  # as some templates show values
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse)
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which JSON can write, and UTF-8 cannot
 
 
 def load(text: str) -> Any:
@@ -87,6 +101,15 @@ def load(text: str) -> Any:
         return DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+COMPACT = (",", ":")  # between the parts of a JSON text without spaces
+
+
+def dump(value: Any, separators: tuple[str, str] | None = None) -> str:
+    """Return a value as JSON that UTF-8 can encode."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators)
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half.group()):04x}", text)
 
 
 def calls_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

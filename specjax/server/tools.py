@@ -1,32 +1,34 @@
 """Tools that a model may call: their descriptions, the choice among them, and calls in the text of an answer."""
 
-import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specjax.server.call_stream import BegunCall, CallPart, CallStream
 from specjax.server.fields import Boolean, Choice, Either, Free, Kind, ListOf, Object, Tagged, Text, refusal
 from specjax.server.messages import IGNORED, MAX_NAME_LENGTH
-from specjax.server.tool_texts import BAR, INNER_TAGS, calls_of, load, named_objects_of, objects_of
+from specjax.server.tool_texts import (
+    INNER_TAGS,
+    OUTER_TAGS,
+    PREFIXES,
+    calls_of,
+    dump,
+    load,
+    named_objects_of,
+    objects_of,
+)
 
 MAX_TOOLS = 1024  # as many as the longest body holds with 4096 bytes each; clients send the tools of many servers
 MAX_DESCRIPTION_LENGTH = 2**16  # characters
 
-_NAMES = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call", "function_calls"
-_TAGS = {  # tags around a call, or around several, with those that close them
-    **{f"<{name}>": f"</{name}>" for name in _NAMES},
-    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
-    f"<{BAR}tool▁calls▁begin{BAR}>": f"<{BAR}tool▁calls▁end{BAR}>",
-}
-_OPENING = re.compile("|".join(map(re.escape, _TAGS)))
-_END = {tag: re.compile(rf"{re.escape(close)}(?=\s*(?:{_OPENING.pattern}|\Z))") for tag, close in _TAGS.items()}
-_PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls up to the end of an answer
-_PREFIX = re.compile("|".join(map(re.escape, _PREFIXES)))
-_BEGINNINGS = (*_TAGS, *_PREFIXES)
+_OPENING = re.compile("|".join(map(re.escape, OUTER_TAGS)))
+_END = {tag: re.compile(rf"{re.escape(close)}(?=\s*(?:{_OPENING.pattern}|\Z))") for tag, close in OUTER_TAGS.items()}
+_PREFIX = re.compile("|".join(map(re.escape, PREFIXES)))
+_BEGINNINGS = (*OUTER_TAGS, *PREFIXES)
 _BEGINNING = re.compile("|".join(map(re.escape, _BEGINNINGS)))
 _LONGEST = max(map(len, _BEGINNINGS))
-TAGS = frozenset((*_TAGS, *_TAGS.values(), *_PREFIXES, *INNER_TAGS))
+TAGS = frozenset((*OUTER_TAGS, *OUTER_TAGS.values(), *PREFIXES, *INNER_TAGS))
 
 NAME = Text(
     MAX_NAME_LENGTH,
@@ -154,10 +156,10 @@ def find_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Return the text of an answer without its calls, and the calls.
 
     A tool that must be called has its arguments, or its name and arguments, as the whole text. Where the model chooses,
-    the whole text, or all that follows one of `_PREFIXES`, is an object, a list of objects, or names each before its
-    arguments; or calls are anywhere between two of `_TAGS`, as `<tool_call>` and `</tool_call>`, in one of the forms of
-    `tool_texts`. Only names of the request's tools count. Everything else stays text, and so does an answer that ended
-    before its call did. Where only one call may be, those after it are left out.
+    the whole text, or all that follows one of `PREFIXES`, is an object, a list of objects, or names each before its
+    arguments; or calls are anywhere between two of `OUTER_TAGS`, as `<tool_call>` and `</tool_call>`, in one of the
+    forms of `tool_texts`. Only names of the request's tools count. Everything else stays text, and so does an answer
+    that ended before its call did. Where only one call may be, those after it are left out.
     """
     if tools.forced is not None:
         return ("", [ToolCall(tools.forced, text)]) if load(text) is not None else (text, [])
@@ -176,7 +178,7 @@ def _parted(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str,
     """Return a text without its calls between tags, and the calls; none where something else stands between two."""
     rest, calls, place = [], [], 0
     while begin := _OPENING.search(text, place):
-        close, start = _TAGS[begin.group()], begin.end()
+        close, start = OUTER_TAGS[begin.group()], begin.end()
         # A call may quote the tag that closes it. The end is then where another opens or the text ends, or the last.
         end = text.find(close, start)
         if end < 0:
@@ -195,7 +197,7 @@ def _parted(text: str, schemas: Mapping[str, Any]) -> tuple[str, list[tuple[str,
 
 
 def _tool_calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
-    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    return [ToolCall(name, dump(arguments)) for name, arguments in calls]
 
 
 def num_certain(text: str, tools: Tools, known: int = 0) -> int:
@@ -219,7 +221,7 @@ def _is_open(start: str, tools: Tools) -> bool:
     """Return whether an answer may be a call as a whole, given its beginning without white space."""
     if tools.forced is not None or tools.is_required or not start or start[0] in "{[":
         return True
-    is_prefix = any(prefix.startswith(start[: len(prefix)]) for prefix in _PREFIXES)
+    is_prefix = any(prefix.startswith(start[: len(prefix)]) for prefix in PREFIXES)
     return is_prefix or any(_may_call(start, name) for name in tools.names)
 
 
@@ -235,11 +237,18 @@ class CallFinder:
 
     Args:
         tools: the tools of the request, None where it has none: then all is text.
+
+    Attributes:
+        is_cut: whether the last call of an answer that has ended has no end: it had begun when the answer, or its JSON,
+            broke off.
     """
 
     def __init__(self, tools: Tools | None):
         self._tools = tools
         self._text, self._num_given = "", 0  # characters of the text that have been returned
+        self._stream = CallStream(() if tools is None else tools.names, tools is not None and tools.is_single)
+        self._parts: list[CallPart] = []
+        self.is_cut = False
 
     def feed(self, text: str) -> str:
         """Take more of the answer, and return the part that is now certain to be text."""
@@ -248,9 +257,63 @@ class CallFinder:
         if self._tools is not None:
             size = num_certain(self._text, self._tools, known)
         start, self._num_given = self._num_given, max(size, self._num_given)
+        if self._tools is not None and self._tools.forced is not None:
+            self._parts += [CallPart(0, self._tools.forced, text)] if text else []
+        elif self._tools is not None:
+            self._parts += self._stream.feed(self._text, self._num_given)
         return self._text[start : self._num_given]
+
+    def take(self) -> list[CallPart]:
+        """Return the parts of calls that have come since it was last called."""
+        parts, self._parts = self._parts, []
+        return parts
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the rest of the text, and the calls of the whole answer."""
         rest = self._text[self._num_given :]
-        return (rest, []) if self._tools is None else find_calls(rest, self._tools)
+        if self._tools is None:
+            return rest, []
+        text, calls = find_calls(rest, self._tools)
+        begun = self._stream.calls
+        if self._tools.forced is not None:
+            self.is_cut = bool(rest) and not calls
+            return ("", [ToolCall(self._tools.forced, rest)]) if self.is_cut else (text, calls)
+        if len(begun) <= len(calls) and all(map(_continues, calls, begun)):
+            return text, [ToolCall(one.name, one.arguments) for one in begun] + calls[len(begun) :]
+        self.is_cut = not begun[-1].object.is_whole
+        return self._stream.rest(self._text), [ToolCall(one.name, one.arguments) for one in begun]
+
+
+def _continues(made: ToolCall, begun: BegunCall) -> bool:
+    """Return whether a call is the one that has begun; the JSON of either may have a name twice, and the other once."""
+    is_same = begun.arguments == made.arguments or load(begun.arguments) == load(made.arguments)
+    return made.name == begun.name and begun.object.is_whole and is_same
+
+
+class SentCalls:
+    """Count the parts of calls that a stream has sent."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []  # characters of the arguments of each call that has begun
+
+    @property
+    def last(self) -> int:
+        """The number of the call that has begun last, -1 before the first."""
+        return len(self._sizes) - 1
+
+    def add(self, part: CallPart) -> bool:
+        """Count a part, and return whether it begins a call."""
+        is_first = part.number > self.last
+        if is_first:
+            self._sizes.append(0)
+        self._sizes[part.number] += len(part.arguments)
+        return is_first
+
+    def rest(self, calls: Sequence[ToolCall]) -> list[CallPart]:
+        """Return the parts of the calls of an answer that has ended which have not been sent."""
+        parts = []
+        for number, made in enumerate(calls):
+            size = self._sizes[number] if number <= self.last else -1
+            if size < len(made.arguments):
+                parts.append(CallPart(number, made.name, made.arguments[max(size, 0) :]))
+        return parts
