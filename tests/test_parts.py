@@ -219,6 +219,14 @@ def test_a_grammar_is_of_the_final_message(harmony):
     assert end.split() == ["<|channel|>", "final", "<|message|>"] and call.params.skip_special_tokens
 
 
+def test_a_grammar_is_of_the_text_after_reasoning(tmp_path):
+    for ending, expected in (("<think>", ["<think>", "</think>"]), ("", [])):
+        served = served_with(tmp_path / f"x{ending[1:-1]}", added=("<think>", "</think>"), ending=ending)
+        for fields, more in (({}, 0), ({"response_format": {"type": "json_object"}}, 1)):
+            text = served.tokenizer.decode(chat(served, **fields).prompts[0], skip_special_tokens=False)
+            assert [word for word in text.split() if "think" in word] == expected[: 1 + more]
+
+
 def test_reasoning_of_former_answers(harmony):
     """The template of gpt-oss takes no text beside reasoning and calls."""
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}

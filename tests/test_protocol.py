@@ -296,9 +296,9 @@ CHAT_REFUSED = [
     ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls", "unknown field"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
         "messages[0].tool_calls[0].function.arguments",
-        "a JSON text",
+        "or an object",
     ),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none, minimal"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "null in a stream"),
@@ -383,6 +383,43 @@ class TestChat:
         assert [each["content"] for each in template_messages(MESSAGES.read([cut], "messages"))] == [""]
         assert read["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"a": 1}}
 
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ('{"a": 1}', {"a": 1}),
+            ({"a": 1}, {"a": 1}),
+            ("", {}),
+            (None, {}),
+            ('{"a": "Ro', '{"a": "Ro'),
+            ('{"a": NaN}', '{"a": NaN}'),
+            ('{"a": "\\ud83d\\ude00 \\ud83d"}', {"a": "\U0001f600 \ufffd"}),
+        ],
+    )
+    def test_arguments_come_back_as_they_were_sent(self, served, given, expected):
+        """A call that broke off has no JSON; no tokenizer reads half of a pair of surrogates."""
+        message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+        (read,) = template_messages(MESSAGES.read([message], "messages"))
+        assert read["tool_calls"][0]["function"]["arguments"] == expected
+        assert chat(served, messages=[message, {"role": "tool", "tool_call_id": "1", "content": "no"}]).prompts[0]
+
+    def test_a_template_that_takes_arguments_as_texts(self, served, tmp_path):
+        """As DeepSeek V3 has it, which knows a message of calls by the content null."""
+        template = """{%- for m in messages %}{%- if m['role'] == 'assistant' and m['content'] is none %}
+            {%- for c in m['tool_calls'] %}{{ '<s>' + c['function']['arguments'] }}{% endfor %}
+        {%- else %}{{ m['content'] + '.' }}{% endif %}{% endfor %}"""
+        (tmp_path / "chat_template.jinja").write_text(template)
+        made = [{"function": {"name": "f", "arguments": '{"a":"</s>"}'}}]
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": made}]
+        ids = chat(replace(served, directory=tmp_path), messages=[*messages, messages[0]]).prompts[0]
+        assert served.tokenizer.decode(ids, skip_special_tokens=False) == 'x.<s>{"a": "</s>"}x.'
+        assert [i for i in ids if i in SPECIAL] == [0]
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "chat_template.jinja").write_text(
+            "{{ messages[1].tool_calls[0].function.arguments + 1 }}"
+        )
+        with pytest.raises(BadRequest, match=r"refuses the messages: .*'dict'"):  # the first of two refusals
+            chat(replace(served, directory=tmp_path / "other"), messages=messages)
+
     def test_effort_is_a_value_for_the_template(self, served, tmp_path):
         (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ reasoning_effort }}")
         other = replace(served, directory=tmp_path)
@@ -390,6 +427,10 @@ class TestChat:
             expected = fields.get("chat_template_kwargs", {}).get("reasoning_effort", "high")
             call = chat(other, "a", reasoning_effort="high", **fields)
             assert served.tokenizer.decode(call.prompts[0]) == f"a{expected}"
+
+    def test_fields_that_ask_for_nothing_here(self, served):
+        fields = {"service_tier": "priority", "prompt_cache_retention": "24h", "store": True, "verbosity": "low"}
+        assert chat(served, **fields).prompts == chat(served).prompts
 
     def test_values_for_the_template(self, served):
         call = chat(served, chat_template_kwargs={"style": "dry"})

@@ -208,9 +208,9 @@ class TestBodies:
                 "nothing else",
             ),
             (
-                {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]},
+                {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": {}}]},
                 "input[0].arguments",
-                "a JSON text",
+                "a string",
             ),
             ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no answers"),
             ({"conversation": "c"}, "conversation", "stores no answers"),

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from specjax.validation.extras import needs
 NUM_PROCESSES = 2  # templates that run at a time
 TEMPLATE_SECONDS = 5.0  # the most that a template may take
 START_SECONDS = 60.0  # the most that a process takes to start
+_ASKS_FOR_NULL = re.compile(r"""\bcontent['"]?\]?\s+is\s+none\b""")  # by which DeepSeek's know a message of calls alone
 
 
 def render(
@@ -51,7 +53,10 @@ def render(
         if find_spec("jinja2") is None:
             raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
     template = _template(checkpoint, bool(tools))
-    given = {"messages": [_without_nulls(message) for message in messages], "tools": tools, "documents": None}
+    told = [_without_nulls(message) for message in messages]
+    if _ASKS_FOR_NULL.search(template):
+        told = [each | ({"content": None} if _only_calls(each) else {}) for each in told]
+    given = {"messages": told, "tools": tools, "documents": None}
     values = variables | checkpoint.special_tokens | given
     try:
         question = json.dumps([template, values | {"add_generation_prompt": True}], default=_plain).encode()
@@ -103,6 +108,10 @@ def _answer(checkpoint: Checkpoint, question: bytes) -> str:
     if answer[:1] == b"E":
         raise ValueError(f"the chat template of {checkpoint.directory} refuses the messages: {answer[1:].decode()}")
     return answer[1:].decode("utf-8", "surrogatepass")
+
+
+def _only_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) and not message.get("content")
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -200,8 +200,8 @@ ANSWER_FIELDS: dict[str, Kind] = {
     "prompt_cache_key": LABEL,
     "metadata": IGNORED,
     "store": Kind(about="Taken, and not used: nothing is stored."),
-    "service_tier": Unsupported(["auto", "default"]),
-    "prompt_cache_retention": Unsupported(),
+    "service_tier": IGNORED,
+    "prompt_cache_retention": IGNORED,
 }
 
 

@@ -24,13 +24,22 @@ def parts_of(served: Served, prompt: Sequence[int], tools: Tools | None) -> tupl
         return Harmony, True
     parts: MakeParts = Plain
     needed = TAGS if tools is not None else frozenset()
-    if None not in map(served.tokenizer.token_to_id, (OPENING, CLOSING)):
-        end = served.tokenizer.decode(list(prompt[-CONTEXT:]), skip_special_tokens=False)
-        parts = partial(Thinking, is_open=end.rstrip().endswith(OPENING))
+    if _thinks(served):
+        parts = partial(Thinking, is_open=is_thinking(served, prompt))
         needed |= {OPENING, CLOSING}
     if needed.isdisjoint(served.special_tokens):
         return parts, False
     return partial(Without, parts, _any_of(served.special_tokens - needed)), True
+
+
+def is_thinking(served: Served, prompt: Sequence[int]) -> bool:
+    """Return whether the prompt of a chat ends with `<think>`, so that the answer begins with reasoning."""
+    end = served.tokenizer.decode(list(prompt[-CONTEXT:]), skip_special_tokens=False)
+    return _thinks(served) and end.rstrip().endswith(OPENING)
+
+
+def _thinks(served: Served) -> bool:
+    return None not in map(served.tokenizer.token_to_id, (OPENING, CLOSING))
 
 
 @cache

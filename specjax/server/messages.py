@@ -6,7 +6,6 @@ the text from the template is cut at the marks, and its parts are tokenized one 
 text is unchanged, and it becomes tokens of ordinary text. A conversation without such text is tokenized whole.
 """
 
-import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from specjax.server.fields import (
     refusal,
 )
 from specjax.server.served import Served
+from specjax.server.tool_texts import DECODER, dump
 
 MAX_MESSAGES = 2048
 MAX_CONTENT_PARTS = 256  # of a message
@@ -52,11 +52,12 @@ CONTENT = Either(
         ),
     )
 )
-TOOL_CALL = Object(  # open, because clients leave the index of a stream in it, or the arguments as objects of theirs
+ARGUMENTS = Either((Text(MAX_TEXT_LENGTH), Free()), about="JSON, as a text or as it is.")
+TOOL_CALL = Object(  # open, because clients leave the index of a stream in it
     {
         "id": NAME,
         "type": Choice(["function"]),
-        "function": Object({"name": NAME, "arguments": Text(MAX_TEXT_LENGTH, about="JSON.")}, ["name"], is_open=True),
+        "function": Object({"name": NAME, "arguments": ARGUMENTS}, ["name"], is_open=True),
     },
     ["function"],
     is_open=True,
@@ -98,8 +99,7 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     """Return messages that `MESSAGES` has read, as templates take them.
 
     Raises:
-        BadRequest: a message without calls of tools and reasoning has no content, or the arguments of a call are no
-            JSON.
+        BadRequest: a message without calls of tools and reasoning has no content.
     """
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -112,7 +112,7 @@ def _message(given: dict[str, Any], path: str) -> dict[str, Any]:
     if reasoning := given.get("reasoning_content") or given.get("reasoning"):
         message["reasoning_content"] = reasoning
     if calls := given.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        message["tool_calls"] = list(map(_tool_call, calls))
     elif "content" not in given and not reasoning:
         raise missing(f"{path}.content", "a string or a list of parts of text")
     if "tool_call_id" in given:
@@ -126,15 +126,25 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _tool_call(given: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a call of a tool that the assistant made before, its arguments as an object."""
+def _tool_call(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool that the assistant made before, its arguments as an object.
+
+    Arguments that are no JSON, because the call broke off, stay a text: a client sends them as they came.
+    """
     function = given["function"]
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (ValueError, RecursionError):
-        raise refusal(f"{path}.function.arguments", "a JSON text", function["arguments"]) from None
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = _map_strings(_without_halves, DECODER.decode(arguments))
+        except (ValueError, RecursionError):
+            arguments = _without_halves(arguments)
     made = {"name": function["name"], "arguments": arguments}
     return {"id": given.get("id"), "type": "function", "function": made}
+
+
+def _without_halves(text: str) -> str:
+    """Return a text without halves of pairs of surrogates, which JSON can write as escapes and no tokenizer reads."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def template_arguments(given: Mapping[str, Any], special_tokens: Container[str] = ()) -> dict[str, Any]:
@@ -189,13 +199,30 @@ def encode_chat(
     if mark is None:
         raise BadRequest("messages must not hold all of the code points U+FDD0 to U+FDEF", "messages")
     protect = _protector(served, mark)
-    safe_messages, safe_tools, safe_arguments = _map_strings(protect, given)
-    try:
-        text = chat.render(served.checkpoint, safe_messages, tools=safe_tools or None, **safe_arguments)
-    except ValueError as error:
-        told = str(error).replace(mark, "").replace(str(served.checkpoint.directory), f"the model {served.name}")
-        raise BadRequest(told, "messages") from error
-    return _encode_parts(served, text, mark, add_special_tokens)
+    safe_tools, safe_arguments = _map_strings(protect, given[1:])
+    texts = [_with_texts(message) for message in given[0]]
+    refusals: list[BadRequest] = []
+    for form in [given[0]] if texts == given[0] else [given[0], texts]:
+        safe_messages = _map_strings(protect, form)
+        try:
+            text = chat.render(served.checkpoint, safe_messages, tools=safe_tools or None, **safe_arguments)
+        except ValueError as error:
+            told = str(error).replace(mark, "").replace(str(served.checkpoint.directory), f"the model {served.name}")
+            refusals.append(BadRequest(told, "messages"))
+        else:
+            return _encode_parts(served, text, mark, add_special_tokens)
+    raise refusals[0]
+
+
+def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have arguments that are texts, for templates that take no objects."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [each["arguments"] if isinstance(each["arguments"], str) else dump(each["arguments"]) for each in functions]
+    made = [each | {"arguments": text} for each, text in zip(functions, texts, strict=True)]
+    calls = [call | {"function": each} for call, each in zip(message["tool_calls"], made, strict=True)]
+    return {**message, "tool_calls": calls}
 
 
 def encode_text(served: Served, text: str, add_special_tokens: bool) -> list[int]:

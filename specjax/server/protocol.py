@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from specjax.sampling import SamplingParams, guided
 from specjax.server import bodies
 from specjax.server.fields import BadRequest, Integer, Object, check_tree, missing, refusal, shown
-from specjax.server.forms import parts_of
+from specjax.server.forms import is_thinking, parts_of
 from specjax.server.harmony import FINAL
 from specjax.server.messages import encode_chat, encode_text, template_arguments, template_messages
-from specjax.server.parts import MakeParts, Plain
+from specjax.server.parts import CLOSING, MakeParts, Plain
 from specjax.server.served import Served
 from specjax.server.thinking import thinking_values
 from specjax.server.tools import Tools, choose_tools
@@ -201,6 +201,8 @@ def chat_call(
         parts, has_special = parts_of(served, prompt, tools)
     elif served.is_harmony:  # the grammar is about the message for the user
         prompt = prompt + encode_text(served, FINAL, add_special_tokens=False)
+    elif is_thinking(served, prompt):  # and about the text that follows the reasoning
+        prompt = prompt + encode_text(served, f"\n{CLOSING}\n\n", add_special_tokens=False)
     if has_special:  # they part the answer
         given = {**given, "skip_special_tokens": False, "spaces_between_special_tokens": False}
     prompt = _truncated(prompt, given, served, max_tokens or 1)

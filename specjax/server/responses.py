@@ -4,7 +4,6 @@ A body becomes a chat: its items are messages, its functions are tools. Everythi
 completions.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -261,14 +260,14 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(given_items, str):
         given_items = [{"type": "message", "role": "user", "content": given_items}]
     thoughts = ""  # before a message or call of the assistant
-    for i, item in enumerate(given_items):
+    for item in given_items:
         match item["type"]:
             case "message":
                 messages.append({"role": item["role"], "content": _text(item["content"])})
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant"})
-                messages[-1].setdefault("tool_calls", []).append(_chat_call(item, f"input[{i}]"))
+                messages[-1].setdefault("tool_calls", []).append(_chat_call(item))
             case "function_call_output":
                 content = _text(item["output"])
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
@@ -289,12 +288,8 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     return "\n".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)
 
 
-def _chat_call(item: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _chat_call(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call that the assistant made before, as messages have it."""
-    try:
-        json.loads(item["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        raise refusal(f"{path}.arguments", "a JSON text", item["arguments"]) from None
     name = _full_name(item.get("namespace", ""), item["name"])
     return {"id": item["call_id"], "function": {"name": name, "arguments": item["arguments"]}}
 
