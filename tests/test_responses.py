@@ -355,6 +355,14 @@ class TestEvents:
         events = stream_of(served, call, result_of(served, [text], reason="stop"), pieces_of(served, text))
         assert names_of(events) == ["created", "in_progress", *CALL_EVENTS, "completed"]
 
+    def test_a_call_without_an_end(self, served):
+        call, text = read(served, tools=[TOOL]), 'a <tool_call>{"name": "weather", "arguments": {"city": "Ro'
+        events = stream_of(served, call, result_of(served, [text]), pieces_of(served, text))
+        assert names_of(events) == ["created", "in_progress", *MESSAGE_EVENTS, *CALL_EVENTS, "incomplete"]
+        message, made = events[-1]["response"]["output"]
+        assert (message["status"], made["status"], made["arguments"]) == ("completed", "incomplete", '{"city": "Ro')
+        assert made["arguments"] == "".join(each["delta"] for each in events if "arguments.delta" in each["type"])
+
     def test_an_answer_without_text(self, served):
         events = stream_of(served, read(served), result_of(served, [""], reason="stop"), [])
         names = [name for name in MESSAGE_EVENTS if name != "output_text.delta"]

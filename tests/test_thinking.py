@@ -76,6 +76,8 @@ def test_each_protocol(served, tmp_path):
         effort = fields.get("effort")
         more = {"chat_template_kwargs": fields["kwargs"]} if "kwargs" in fields else {}
         yield protocol.parse_chat(user | more | {"reasoning_effort": effort}, other)
+        switch = {"type": "disabled" if effort == "none" else "enabled"}
+        yield protocol.parse_chat(user | more | {"thinking": switch}, other)
         yield responses.parse_response({"input": "a", "reasoning": {"effort": effort}} | more, other)
         thinking = {"type": "disabled"} if effort == "none" else {"type": "enabled", "budget_tokens": 1024}
         yield anthropic.parse_message(user | more | {"max_tokens": 8, "thinking": thinking}, other)
@@ -86,7 +88,7 @@ def test_each_protocol(served, tmp_path):
         ({"effort": "none", "kwargs": {"enable_thinking": True}}, "a True"),
     ):
         texts = [served.tokenizer.decode(call.prompts[0]) for call in prompts(**fields)]
-        assert texts == [expected] * 3
+        assert texts == [expected] * 4
     user = {"messages": [{"role": "user", "content": "a"}], "thinking": {"type": "disabled"}}
     assert anthropic.count_tokens(user, other)["input_tokens"] == len(served.tokenizer.encode("a False").ids)
 

@@ -95,9 +95,6 @@ TOOL = Object(
     },
     ["name", "input_schema"],
 )
-BUDGET = Integer(
-    1, 2**31 - 1, about="For templates that read a budget; max_tokens bounds thoughts and answer together."
-)
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit that changes nothing
 PARALLEL: dict[str, Kind] = {"disable_parallel_tool_use": Boolean(about="Whether an answer has at most one call.")}
 CHAT_FIELDS: dict[str, Kind] = {
@@ -119,15 +116,7 @@ CHAT_FIELDS: dict[str, Kind] = {
         },
         about="Whether the answer calls a tool, and which; default: auto.",
     ),
-    "thinking": Tagged(
-        "type",
-        {
-            "disabled": Object({}),
-            "adaptive": Object({"display": IGNORED}),
-            "enabled": Object({"budget_tokens": BUDGET, "display": IGNORED}, ["budget_tokens"]),
-        },
-        about="Whether to think, for chat templates that can be told.",
-    ),
+    "thinking": bodies.thinking(["budget_tokens"]),
     "output_config": Object(
         {
             "effort": Choice(["low", "medium", "high", "xhigh", "max"], about="How much to think."),

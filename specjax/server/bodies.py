@@ -4,6 +4,7 @@ Every limit on sizes and counts is a constant of this module, of `messages` or o
 vocabulary and its maximum length, are arguments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -269,6 +270,17 @@ CHAT_FIELDS: dict[str, Kind] = {
 }
 
 
+def thinking(required: Sequence[str] = ()) -> Tagged:
+    """Return the declaration of `thinking`, whose type "enabled" requires some fields."""
+    budget = Integer(1, 2**31 - 1, about="For templates that read a budget; max_tokens bounds thoughts and answer.")
+    kinds = {
+        "disabled": Object({}),
+        "adaptive": Object({"display": IGNORED}),
+        "enabled": Object({"budget_tokens": budget, "display": IGNORED}, required),
+    }
+    return Tagged("type", kinds, about="Whether to think, for chat templates that can be told.")
+
+
 @cache
 def chat(vocab_size: int, max_length: int) -> Object:
     """Return the declaration of a body of /v1/chat/completions; `completion` describes the arguments."""
@@ -283,6 +295,7 @@ def chat(vocab_size: int, max_length: int) -> Object:
             ["none", "minimal", "low", "medium", "high", "xhigh", "max"],
             about="How much to think, for chat templates that can be told.",
         ),
+        "thinking": thinking(),
         "verbosity": IGNORED,
         "echo": Unsupported([False]),
         "audio": Unsupported(),

@@ -49,7 +49,7 @@ class BegunCall:
 
 _S = r"[ \t\n\r]*+"
 _OPEN, _CLOSE = ("|".join(map(re.escape, tags)) for tags in ((*OUTER_TAGS, *PREFIXES), OUTER_TAGS.values()))
-_OBJECT = rf'\{{{_S}"name"{_S}:{_S}"([^"\\]+)"{_S},{_S}"(?:arguments|parameters)"{_S}:{_S}(?={{)'
+_OBJECT = rf'\{{{_S}"name"{_S}:{_S}"([^"\\]{{1,256}})"{_S},{_S}"(?:arguments|parameters)"{_S}:{_S}(?={{)'
 _BETWEEN = rf"(?:\]{_S})?(?:{_CLOSE}){_S}(?:{_OPEN}){_S}(?:\[{_S})?"
 _FORMS = [  # the text before the arguments of the first call, and the text between two
     tuple(re.compile(pattern) for pattern in (rf"{_S}(?:{_OPEN})?{begin}", between))
