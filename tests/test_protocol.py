@@ -300,6 +300,7 @@ CHAT_REFUSED = [
         "messages[0].tool_calls[0].function.arguments",
         "or an object",
     ),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "'function', because"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none, minimal"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "null in a stream"),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),

@@ -49,6 +49,12 @@ BUDGET = "{% if thinking_budget is not defined %}{% set thinking_budget = -1 %}{
         (BUDGET, None, "minimal", {"thinking_budget": 0}),
         (BUDGET, ADAPTIVE, "high", {}),
         ("{% set enable_thinking = true %}{{ enable_thinking }}", OFF, "none", {}),
+        (
+            "{% for m in messages %}{% if m.x %}{% set thinking = m.x %}{% endif %}{{ thinking }}{% endfor %}",
+            ON,
+            None,
+            {},
+        ),
         ("{% for %}", OFF, "none", {}),
     ],
 )

@@ -72,7 +72,7 @@ def _compiled(template: str) -> Any:
 
 
 def _variables(template: str) -> dict[str, list[str] | None]:
-    """Return the names of the values that a template reads and does not set.
+    """Return the names of the values that a template reads, without those that it sets for each message.
 
     With each come the texts that it may have, where the template asks whether it is among them: it does something else,
     or refuses the conversation, where the value is not. None stands for any value.
@@ -92,8 +92,10 @@ def _variables(template: str) -> dict[str, list[str] | None]:
         if is_test and isinstance(value, nodes.Name) and isinstance(listed, nodes.List | nodes.Tuple):
             values = [item.value for item in listed.items if isinstance(item, nodes.Const)]
             texts[value.name] = [each for each in values if isinstance(each, str)]
+    inner = [each for part in tree.find_all((nodes.For, nodes.Macro)) for each in part.find_all(nodes.Assign)]
+    own = {each.target.name for each in inner if isinstance(each.target, nodes.Name)}
     # This comes last, because it changes the tree.
-    return {name: texts.get(name) for name in sorted(meta.find_undeclared_variables(tree))}
+    return {name: texts.get(name) for name in sorted(meta.find_undeclared_variables(tree) - own)}
 
 
 def _rendered(template: str, values: dict[str, Any]) -> str:

@@ -45,8 +45,11 @@ FUNCTION = Object(
     },
     ["name"],
 )
-FUNCTION_TYPE = Choice(["function"])
-TOOL = Object({"type": FUNCTION_TYPE, "function": FUNCTION, "cache_control": IGNORED}, ["type", "function"])
+TOOL = Tagged(
+    "type",
+    {"function": Object({"function": FUNCTION, "cache_control": IGNORED}, ["function"])},
+    noun="'function', because the server has no tools of its own",
+)
 CHOSEN = Object({"function": Object({"name": Text(MAX_NAME_LENGTH)}, ["name"])}, ["function"])
 MODE = Choice(["auto", "required"], about="Whether the answer must call one of them.")
 ALLOWED = Object(
