@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from lowering import H200, decisions_of_the_host, triton_kernels
 
 from specjax.sampling.cut import min_logit
 
@@ -224,6 +225,21 @@ def test_in_shard_map():
 
 
 ROW = np.zeros(7, np.float32)
+
+
+def test_the_host_waits_for_no_part_of_a_shared_vocabulary():
+    """Kernels search some rows on each device: a GPU would tell the host each condition of the loops of XLA."""
+    mesh = AbstractMesh((2,), ("vocab",), (AxisType.Auto,), abstract_device=H200)
+    cut = jax.shard_map(
+        lambda logits: min_logit(logits, top_p=jnp.float32(0.9), axis_name="vocab"),
+        mesh=mesh,
+        in_specs=PartitionSpec(None, "vocab"),
+        out_specs=PartitionSpec(),
+    )
+    logits = jax.ShapeDtypeStruct((2, 4096), jnp.float32)
+    names = [kernel.name for kernel in triton_kernels(cut, logits, mesh=mesh)]
+    assert names == ["_block_kernel", "_candidate_kernel", "_row_kernel"]
+    assert decisions_of_the_host(cut, logits, mesh=mesh) == []
 
 
 @pytest.mark.parametrize(

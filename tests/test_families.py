@@ -69,6 +69,7 @@ FAST = (
     "llama3_beside",
     "gemma3",
     "gemma4_small",
+    "gemma4_unified",
     "deepseek_v3",
     "glm4",
     "hunyuan",

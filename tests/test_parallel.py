@@ -20,6 +20,7 @@ from test_eagle import write_eagle3
 from test_engine import Tokenizer
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
+from specjax.decoding import tree_steps
 from specjax.engine import slots as engine_slots
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
@@ -215,6 +216,15 @@ def test_trees_of_one_device(verifier, changes):
     np.testing.assert_array_equal(got.totals.accepted_at, expected.totals.accepted_at)
     accepted, drafted = (np.sum(x) for x in (expected.totals.accepted, expected.totals.drafted))
     assert 0.1 * drafted < accepted < 0.9 * drafted, (accepted, drafted)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_targets_whose_rows_are_shared_take_trees(parts):
+    """A model that takes pages has caches with slots, which stay slots where devices share the rows."""
+    model = decoder(num_layers=1)
+    tree_steps.check_target(with_shared_rows(model, 2, parts))
+    with pytest.raises(ValueError, match="a target must take pages to score trees"):
+        tree_steps.check_target(with_shared_rows(replace(model, takes_pages=False), 2, parts))
 
 
 @pytest.mark.slow
