@@ -293,6 +293,7 @@ def test_devices_share_quantised_weights(tmp_path, case, number):
     expected = logits(whole, tokens)
     inputs = ModelInput(jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(9), tokens.shape))
 
+    @jax.jit
     def run(shared):
         def on_one(params, cache, inputs):
             return cache, shared.apply.apply(params, inputs, None)[0].logits

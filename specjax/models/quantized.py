@@ -186,10 +186,16 @@ def _checked_order(order: Any, shape: tuple[int, ...]) -> Any:
 
 def _to_words(codes: Any, bits: int, code: str) -> tuple[Any, int]:
     """Return codes in words, and how many codes were added to the end of each row."""
+    padding = -codes.shape[-1] % (WORD_BITS // bits * WORDS_IN_BLOCK)
+    words = _words if isinstance(codes, np.ndarray) else _compiled_words
+    return words(codes, bits, code, padding), padding
+
+
+def _words(codes: Any, bits: int, code: str, padding: int) -> Any:
+    """Return the words of codes to whose rows `padding` codes of 0 are added."""
     xp: Any = np if isinstance(codes, np.ndarray) else jnp
     places = WORD_BITS // bits
-    *outer, size = codes.shape
-    padding = -size % (places * WORDS_IN_BLOCK)
+    *outer, _ = codes.shape
     if bits == 8:
         codes = codes.view(np.uint8) if xp is np else jax.lax.bitcast_convert_type(codes, jnp.uint8)
         if code == "int":
@@ -200,19 +206,30 @@ def _to_words(codes: Any, bits: int, code: str) -> tuple[Any, int]:
     for place in range(places):
         words = words | (codes[..., place, :].astype(np.uint32) << np.uint32(bits * place))
     words = words.reshape(*outer, -1)
-    return words.view(np.int32) if xp is np else jax.lax.bitcast_convert_type(words, jnp.int32), padding
+    return words.view(np.int32) if xp is np else jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+# One program in place of one for each operation, which would each keep an array of the size of the matrix.
+_compiled_words = jax.jit(_words, static_argnames=("bits", "code", "padding"))
 
 
 def codes_of(weight: Quantized) -> Array:
     """Return the codes [..., N, K] of a matrix, one an element: the argument of `pack`."""
-    *outer, size = weight.values.shape
-    words = jnp.asarray(weight.values).reshape(*outer, size // WORDS_IN_BLOCK, 1, WORDS_IN_BLOCK)
-    shifts = weight.bits * jnp.arange(weight.places, dtype=jnp.int32)[:, None]
-    codes = jnp.right_shift(words, jnp.expand_dims(shifts, range(len(outer) + 1))) & (2**weight.bits - 1)
-    codes = codes.astype(jnp.uint8).reshape(*outer, size * weight.places)[..., : weight.shape[-1]]
-    if weight.bits == 4:
+    return _codes(weight.values, weight.bits, weight.code, weight.shape[-1])
+
+
+@partial(jax.jit, static_argnames=("bits", "code", "num_codes"))
+def _codes(values: Array, bits: int, code: str, num_codes: int) -> Array:
+    """Return the first `num_codes` codes of each row of words."""
+    places = WORD_BITS // bits
+    *outer, size = values.shape
+    words = values.reshape(*outer, size // WORDS_IN_BLOCK, 1, WORDS_IN_BLOCK)
+    shifts = bits * jnp.arange(places, dtype=jnp.int32)[:, None]
+    codes = jnp.right_shift(words, jnp.expand_dims(shifts, range(len(outer) + 1))) & (2**bits - 1)
+    codes = codes.astype(jnp.uint8).reshape(*outer, size * places)[..., :num_codes]
+    if bits == 4:
         return codes
-    if weight.code == "int":
+    if code == "int":
         return jax.lax.bitcast_convert_type(codes ^ np.uint8(BIAS), jnp.int8)
     return jax.lax.bitcast_convert_type(codes, E4M3)
 
@@ -368,23 +385,24 @@ def quantize(weight: Any, format: str = "int8") -> Quantized:
         raise ValueError(f"weight must be floats of shape [..., N, K], got {weight.dtype} {np.shape(weight)}")
     size = weight.shape[-1]
     group = next((g for g in GROUPS if size % g == 0), GROUPS[-1]) if format == "int4" else None
-    codes, scale, zero = _round(jnp.asarray(weight), format, group)
-    if not isinstance(scale, Tracer) and not bool(jnp.isfinite(weight).all()):  # maxima of XLA may leave NaN out
+    (codes, scale, zero), is_finite = _round(jnp.asarray(weight), format, group)
+    if not isinstance(is_finite, Tracer) and not bool(is_finite):
         raise ValueError("weight must be finite, got an infinite number or NaN")
     bits, code = (4, "int") if format == "int4" else (8, "int" if format == "int8" else "e4m3")
     return pack(codes, scale, bits=bits, code=code, group=group, zero=zero, dtype=weight.dtype)
 
 
 @partial(jax.jit, static_argnames=("format", "group"))
-def _round(weight: Array, format: str, group: int | None) -> tuple[Array, Array, Array | None]:
-    """Return the codes [..., N, K], the scales and the zeros, if there are any, of a matrix."""
+def _round(weight: Array, format: str, group: int | None) -> tuple[tuple[Array, Array, Array | None], Array]:
+    """Return the codes [..., N, K], the scales and the zeros, if there are any, of a matrix, and if it is finite."""
+    is_finite = jnp.isfinite(weight).all()  # maxima of XLA may leave NaN out
     w = weight.astype(jnp.float32)
     if group is None:
         largest = 127.0 if format == "int8" else float(jnp.finfo(E4M3).max)
         top = jnp.max(jnp.abs(w), axis=-1, keepdims=True)
         scale = jnp.where(top == 0, 1, jnp.maximum(top / largest, jnp.finfo(jnp.float32).tiny))
         q = jnp.clip(w / scale, -largest, largest)
-        return (jnp.round(q).astype(jnp.int8) if format == "int8" else q.astype(E4M3)), scale, None
+        return ((jnp.round(q).astype(jnp.int8) if format == "int8" else q.astype(E4M3)), scale, None), is_finite
     size = weight.shape[-1]
     w = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, -size % group)], mode="edge").reshape(*w.shape[:-1], -1, group)
     low = jnp.minimum(jnp.min(w, axis=-1, keepdims=True), 0)
@@ -405,4 +423,4 @@ def _round(weight: Array, format: str, group: int | None) -> tuple[Array, Array,
     assert best is not None, "there are shares"
     _, q, scale, zero = best
     codes = q.astype(jnp.uint8).reshape(*weight.shape[:-1], -1)[..., :size]
-    return codes, scale[..., 0], zero[..., 0].astype(jnp.uint8)
+    return (codes, scale[..., 0], zero[..., 0].astype(jnp.uint8)), is_finite
