@@ -255,6 +255,15 @@ def test_an_iteration_ends_as_the_request_does(engine):
     assert request.result(timeout=120).completions[0].finish_reason == "length"
 
 
+def test_a_greedy_request_ends_at_its_stop_token(engine):
+    """Alone, so that its steps compute nothing but the argmax."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokens = engine.submit([1, 2, 3], params).result(timeout=120).completions[0].token_ids
+    stop = tokens[4]
+    found = engine.submit([1, 2, 3], replace(params, stop_token_ids=[stop])).result(timeout=120).completions[0]
+    assert found.finish_reason == "stop" and list(found.token_ids) == list(tokens[: list(tokens).index(stop) + 1])
+
+
 def test_text_is_held_back_while_a_stop_string_may_come(engine):
     (completion,) = engine.submit([1, 2], replace(STREAMED, n=1)).result(timeout=120).completions
     stop = completion.text[5:8]
