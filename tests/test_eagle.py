@@ -1,5 +1,6 @@
 """Heads of the EAGLE family: parity with the formulas in every layout of files, losslessness, and bad files."""
 
+import re
 from dataclasses import dataclass, replace
 
 import heads
@@ -17,7 +18,7 @@ from specjax.proposers import trunk
 from specjax.proposers.drawing import Drawer, reduced_vocabulary
 from specjax.proposers.feature_draft import FeatureDraft
 from specjax.sampling import SamplingParams
-from specjax.types import Features, Memory, Model
+from specjax.types import Features, Memory, Model, ModelInput, Verified
 
 K, SMALL = 3, 40  # drafts, and tokens of a reduced vocabulary
 D2T = np.sort(np.random.default_rng(0).permutation(VOCAB)[:SMALL]) - np.arange(SMALL)
@@ -273,6 +274,29 @@ def test_the_number_of_drafts_may_change_between_steps(tmp_path, layout, draft_l
     expected = write_eagle3(tmp_path, heads.make_target(DEFAULT), layout)
     target = heads.make_target(DEFAULT)
     heads.follow(target, load(tmp_path, target), expected, True, draft_lengths=draft_lengths)
+
+
+def test_the_last_layer_ends_for_one_token_of_a_row():
+    """The last fed one, whose output makes the first draft; the others give keys and values alone."""
+    config = DecoderConfig(VOCAB, 16, 2, 4, 2, 4, 40, 64)  # of two layers, whose MLPs are 40 wide
+    head = proposers.Eagle3Head(config, 16, num_taps=0)
+    shapes = head.shapes() | {name: (VOCAB, 16) for name in ("lm_head", "embedding")}
+    drafter = proposers.eagle3(head, trunk.random_params(shapes, jax.random.key(0)), 2)
+    tokens, rows = jnp.ones((2, 6), jnp.int32), jnp.broadcast_to(jnp.arange(6), (2, 6))
+    inputs, hidden = ModelInput(tokens, rows, num_tokens=jnp.array([6, 3])), jnp.ones((2, 6, 16))
+    memory, previous = drafter.init_memory(2, 2, 12), Features(jnp.zeros((2, 16)))
+
+    def fed(memory):
+        return drafter.prefill(inputs, tokens, previous, Features(hidden), memory)
+
+    def updated(memory):
+        context = Context(tokens, jnp.array([6, 3]), jnp.ones(2, bool))
+        verified = Verified(tokens[:, :3], jnp.array([2, 0]))
+        return drafter.update(context, verified, Features(hidden[:, :3]), memory)
+
+    for function, num_tokens in ((fed, 6), (updated, 3)):
+        products = re.findall(r"f32\[([\d,]+),80\] = dot_general", str(jax.make_jaxpr(function)(memory)))
+        assert [np.prod([int(size) for size in found.split(",")]) for found in products] == [2 * num_tokens, 2]
 
 
 @dataclass(frozen=True)

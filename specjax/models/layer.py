@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from pallas_kernels.attention import Chunks, HeadNorms, Window
 from specjax.models.attention import KeyValues
@@ -339,6 +340,7 @@ def run_layer(
     residual: Array | None = None,
     query_factor: Array | None = None,
     given: Array | None = None,
+    pick: Partial | None = None,
 ) -> tuple[Array, Any]:
     """Run a decoder layer.
 
@@ -352,14 +354,17 @@ def run_layer(
         residual: [B, T, h], the residual stream; None: it is `x`.
         query_factor: [B, T] float32, which multiplies the queries; None for none.
         given: [B, T, size], the numbers of the tokens for this layer; None for a layer without `input`.
+        pick: function of the residual stream after the mixer [B, T, h] that returns the part [B', T', h] for which the
+            rest of the layer is run; None is all of it. The layer has no `input`.
 
     Returns:
-        The residual stream after the layer [B, T, h], and the layer's cache afterwards.
+        The residual stream after the layer [B, T, h], or the part of it, and the layer's cache afterwards.
     """
     stream, kept = x if residual is None else residual, {}
     if layer.mixer is not None:
         call = _enter(config, layer, params, "attention", x, stream)
         stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
+    stream = stream if pick is None else pick(stream)
     if layer.ffn is not None:
         stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream))
     if layer.input is not None:

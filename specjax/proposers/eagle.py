@@ -34,14 +34,19 @@ class EagleHead(trunk.FeatureHead):
         return trunk.hidden_of(features, self.hidden_size)
 
     def run(
-        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+        self,
+        params: PyTree,
+        inputs: ModelInput,
+        feature: Array,
+        memories: Sequence[KeyValues],
+        pick: trunk.Pick | None = None,
     ) -> tuple[Array, list]:
         config = self.config
         with trunk.in_full_precision(params):
             pair = jnp.concatenate([lookup(params["embedding"], inputs.tokens), feature], axis=-1)
             bias = params["fc_bias"][None, None] if self.has_bias else None
             x = linear(pair, params["fc"], transposed=config.transposed, residual=bias)
-            return trunk.run_layers(config, params["layers"], x, inputs, memories)
+            return trunk.run_layers(config, params["layers"], x, inputs, memories, pick=pick)
 
 
 def eagle(

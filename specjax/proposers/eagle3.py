@@ -60,7 +60,12 @@ class Eagle3Head(trunk.FeatureHead):
             return linear(taps, params["fc"], transposed=config.transposed, norm=norm)
 
     def run(
-        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+        self,
+        params: PyTree,
+        inputs: ModelInput,
+        feature: Array,
+        memories: Sequence[KeyValues],
+        pick: trunk.Pick | None = None,
     ) -> tuple[Array, list]:
         config = self.config
         embedded = rms_norm(lookup(params["embedding"], inputs.tokens), (params["embedding_norm"], config.norm_eps))
@@ -70,7 +75,7 @@ class Eagle3Head(trunk.FeatureHead):
         pair = jnp.concatenate([embedded, normed], axis=-1)
         residual = normed if self.norm_before_residual else feature
         with trunk.in_full_precision(params):
-            return trunk.run_layers(config, params["layers"], pair, inputs, memories, residual)
+            return trunk.run_layers(config, params["layers"], pair, inputs, memories, residual, pick)
 
     def recurrent(self, params: PyTree, output: Array) -> Array:
         return rms_norm(output, (params["norm"], self.config.norm_eps)) if self.norm_output else output

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from specjax.decoding import tree_steps
@@ -14,6 +15,7 @@ from specjax.operations.pieces import after, at_token
 from specjax.proposers.drawing import Reduced, draft_options, drawer_of, only_in
 from specjax.proposers.none import Paused
 from specjax.proposers.tree_drawing import InTrees, only_root, tree_drawer_of
+from specjax.proposers.trunk import FeatureHead, Pick
 from specjax.sampling import Sampling
 from specjax.types import Array, Context, Draft, DraftTree, Memory, ModelInput, PyTree, Verified
 
@@ -90,9 +92,17 @@ class FeatureDraft(InTrees):
 
     def prefill(self, inputs: ModelInput, following: Array, previous: PyTree, features: Any, state: Memory) -> Memory:
         feature = self.head.feature(self.params, after(inputs, previous, features))
-        output, cache = self.head(self.params, inputs, feature, state.pools)
-        last = last_fed(inputs, output, state.take(inputs.sequences).rows)
+        held = state.take(inputs.sequences).rows
+        output, cache = self._picked(inputs, feature, state.pools, Partial(_last_of, inputs))
+        last = jnp.where((inputs.counts > 0)[:, None], output[:, 0], held)
         return state.put(inputs.sequences, Memory(cache, last))
+
+    def _picked(self, inputs: ModelInput, feature: Array, cache: PyTree, pick: Pick) -> tuple[Array, PyTree]:
+        """Return outputs of the rows that `pick` keeps; for others the last decoder layer of a head does not end."""
+        if isinstance(self.head, FeatureHead):
+            return self.head.picked(self.params, inputs, feature, cache, pick)
+        output, cache = self.head(self.params, inputs, feature, cache)
+        return pick(output), cache
 
     def propose(
         self, keys: Array, context: Context, sampling: Sampling, state: Memory
@@ -129,8 +139,14 @@ class FeatureDraft(InTrees):
 
     def update(self, context: Context, verified: Verified, features: Any, state: Memory) -> Memory:
         inputs, last = committed(context, verified)
-        output, cache = self.head(self.params, inputs, self.head.feature(self.params, features), state.pools)
-        return Memory(cache, jnp.where(context.active[:, None], row_of(output, last)[:, 0], state.rows))
+        feature = self.head.feature(self.params, features)
+        output, cache = self._picked(inputs, feature, state.pools, Partial(row_of, index=last))
+        return Memory(cache, jnp.where(context.active[:, None], output[:, 0], state.rows))
+
+
+def _last_of(inputs: ModelInput, values: Array) -> Array:
+    """Return the value [R, 1, h] of the last token of each row or piece, of values [R, T, h]; garbage without one."""
+    return at_token(inputs, values, jnp.maximum(inputs.counts - 1, 0))[:, None]
 
 
 def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
@@ -141,8 +157,7 @@ def last_fed(inputs: ModelInput, values: Array, held: Array) -> Array:
         values: of its tokens, [R, T, h].
         held: placeholder for a row without tokens.
     """
-    counts = inputs.counts
-    return jnp.where((counts > 0)[:, None], at_token(inputs, values, jnp.maximum(counts - 1, 0)), held)
+    return jnp.where((inputs.counts > 0)[:, None], _last_of(inputs, values)[:, 0], held)
 
 
 def committed(context: Context, verified: Verified) -> tuple[ModelInput, Array]:

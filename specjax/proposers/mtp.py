@@ -44,7 +44,12 @@ class MTPHead(trunk.FeatureHead):
         return trunk.hidden_of(features, self.hidden_size)
 
     def run(
-        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+        self,
+        params: PyTree,
+        inputs: ModelInput,
+        feature: Array,
+        memories: Sequence[KeyValues],
+        pick: trunk.Pick | None = None,
     ) -> tuple[Array, list]:
         config = self.config
         embedded = lookup(params["embedding"], inputs.tokens)
@@ -55,7 +60,7 @@ class MTPHead(trunk.FeatureHead):
             parts = parts[::-1] if self.is_token_first else parts
             pair = [rms_norm(x, norm_of(params[name], config)) for x, name in parts]
             x = linear(jnp.concatenate(pair, axis=-1), params["fc"], transposed=config.transposed)
-            x, kept = trunk.run_layers(config, {0: params["layer"]}, x, inputs, memories)
+            x, kept = trunk.run_layers(config, {0: params["layer"]}, x, inputs, memories, pick=pick)
             return rms_norm(x, norm_of(params["final_norm"], config)), kept
 
 

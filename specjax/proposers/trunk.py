@@ -8,10 +8,11 @@ does not matter where a reference begins to count.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from specjax.models.attention import KeyValues, memories
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from specjax.models.decoder import DecoderConfig
 
 NUM_HIDDEN = 1  # slots without a feature
+Pick: TypeAlias = Partial  # a function of rows [B, T, h] that returns some of them [B', T', h]
 
 
 def in_full_precision(params: Params) -> Any:
@@ -47,7 +49,19 @@ class FeatureHead(ABC):
         self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None
     ) -> tuple[Array, list | None]:
         """Return the outputs [B, T, h] of the rows with the tokens of `inputs`, and the cache."""
-        output, kept = self.run(params, inputs, feature, memories(inputs, cache, self.config.windows, NUM_HIDDEN))
+        return self.picked(params, inputs, feature, cache, None)
+
+    def picked(
+        self, params: PyTree, inputs: ModelInput, feature: Array, cache: list | None, pick: Pick | None
+    ) -> tuple[Array, list | None]:
+        """Return the outputs of the rows that `pick` keeps [B', T', h], and the cache with all rows.
+
+        Args:
+            params, inputs, feature, cache: as the head takes them.
+            pick: function of the residual stream [B, T, h] that returns some rows of it; None keeps all.
+        """
+        held = memories(inputs, cache, self.config.windows, NUM_HIDDEN)
+        output, kept = self.run(params, inputs, feature, held, pick)
         return output, None if cache is None else kept
 
     @abstractmethod
@@ -56,9 +70,17 @@ class FeatureHead(ABC):
 
     @abstractmethod
     def run(
-        self, params: PyTree, inputs: ModelInput, feature: Array, memories: Sequence[KeyValues]
+        self,
+        params: PyTree,
+        inputs: ModelInput,
+        feature: Array,
+        memories: Sequence[KeyValues],
+        pick: Pick | None = None,
     ) -> tuple[Array, list]:
-        """Return the outputs [B, T, h], given the keys and values of each layer, and its cache afterwards."""
+        """Return the outputs [B, T, h], given the keys and values of each layer, and its cache afterwards.
+
+        With `pick`, as `run_layers` takes it, outputs are of the rows that it keeps.
+        """
 
     def recurrent(self, params: PyTree, output: Array) -> Array:
         return output
@@ -77,6 +99,7 @@ def run_layers(
     inputs: ModelInput,
     memories: Sequence[KeyValues],
     residual: Array | None = None,
+    pick: Pick | None = None,
 ) -> tuple[Array, list]:
     """Run all layers.
 
@@ -88,14 +111,17 @@ def run_layers(
         inputs: the tokens of the call.
         memories: keys and values of each layer.
         residual: [B, T, h], the residual stream before the first layer; None is `x`.
+        pick: function of the residual stream [B, T, h] that returns the rows for which the last layer goes on after its
+            keys and values; None keeps all.
 
     Returns:
-        The residual stream after the last layer [B, T, h], and the cache of each layer afterwards.
+        The residual stream after the last layer [B, T, h], or some rows of it, and the cache of each layer afterwards.
     """
     turns = rotation(inputs.positions, config.head_size, config.rope_theta, config.rope_scaling, config.rotary_size)
     new_cache = []
     for i, (layer, memory) in enumerate(zip(config.each_layer, memories, strict=True)):
-        x, kept = run_layer(config, layer, params[i], x, turns, memory, None if i else residual)
+        of_layer = pick if i + 1 == config.num_layers else None
+        x, kept = run_layer(config, layer, params[i], x, turns, memory, None if i else residual, pick=of_layer)
         new_cache.append(kept)
     return x, new_cache
 
