@@ -39,6 +39,7 @@ from specjax.engine.draft_length import (
     RecentAcceptance,
     check_choice,
     choices,
+    name_of_drafts,
     with_draft_lengths,
 )
 from specjax.engine.scheduler import Scheduler
@@ -326,6 +327,8 @@ def test_a_number_above_the_drafts_is_a_budget():
         0: (0, None),
     }
     assert (forms[9].drafts_per_row, forms[8].drafts_per_row) == (3, 2)
+    names = [name_of_drafts(proposer, 9), name_of_drafts(proposer, 6), name_of_drafts(proposers.ngram(2, tree=7), 6)]
+    assert names == ["6 draft tokens, 3 a row verified", "6 draft tokens", "a tree of 7 nodes"]
     lengths, _ = check_choice(None, None, StepTimes({1: {0: 1.0, 6: 2.0, 9: 1.5}}), proposer)
     assert lengths == (0, 6, 9)
     with pytest.raises(ValueError, match="must have 9, which stands for the 6 drafts of the proposer within its bud"):

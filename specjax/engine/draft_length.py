@@ -92,6 +92,16 @@ def has_budget(proposer: Proposer) -> bool:
     return isinstance(proposer, WithinBudget) and proposer.is_shared
 
 
+def name_of_drafts(proposer: Proposer, number: int) -> str:
+    """Return the name of the drafts that a number stands for in `with_draft_lengths`, for the log."""
+    most = proposer.num_draft_tokens
+    if number <= most:
+        return f"{number} draft tokens"
+    if has_budget(proposer):
+        return f"{most} draft tokens, {number - most} a row verified"
+    return f"a tree of {number + 1} nodes"
+
+
 class DraftLength(Protocol):
     """A choice of K for each step, which counts what became of the drafts of earlier ones."""
 

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -163,8 +163,8 @@ def name_of_chunks(num_tokens: int, *, log_probs: bool = False) -> str:
     return f"{num_tokens} tokens of prompts" + (", with log-probabilities" if log_probs else "")
 
 
-def name_of_step(use: str, num_slots: int, log_probs: bool, num_draft_tokens: int, draft_lengths: Sequence[int]) -> str:
-    """Return the name of the program that takes a step of `num_slots` slots."""
-    drafts = f", {num_draft_tokens} draft tokens" if len(draft_lengths) > 1 else ""
+def name_of_step(use: str, num_slots: int, log_probs: bool, drafts: str | None) -> str:
+    """Return the name of the program that takes a step of `num_slots` slots; steps of one kind name no drafts."""
     slots = f"{num_slots} slots" if num_slots > 1 else "one slot"
-    return f"step of {slots}, {use}{drafts}" + (", with log-probabilities" if log_probs else "")
+    parts = [f"step of {slots}", use, drafts, "with log-probabilities" if log_probs else None]
+    return ", ".join(part for part in parts if part)

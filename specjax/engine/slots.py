@@ -26,7 +26,7 @@ from specjax import decode, proposers, scorers, verifiers
 from specjax.decoding.binding import as_pytrees
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
-from specjax.engine.draft_length import with_draft_lengths
+from specjax.engine.draft_length import name_of_drafts, with_draft_lengths
 from specjax.engine.empty_slots import empty_on_devices
 from specjax.engine.held import Held, feed_held, hold_step, may_hold
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
@@ -270,7 +270,8 @@ class Slots:
             return name_of_chunks(program.prompts.following.size, log_probs=program.log_probs)
         size = self._size_of(program)
         k = self.draft_lengths[0] if program.num_draft_tokens is None else program.num_draft_tokens
-        name = name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, k, self.draft_lengths)
+        drafts = name_of_drafts(self.proposer, k) if len(self.draft_lengths) > 1 else None
+        name = name_of_step(NAMES_OF_USES[program.use], size, program.log_probs, drafts)
         if program.prompts is None:
             return name
         return f"{name}, beside {name_of_chunks(program.prompts.following.size)}"
