@@ -16,7 +16,7 @@ NORMS = {"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}
 OF_ATTENTION = llama.AttentionNames("out_proj", "q_layernorm", "k_layernorm")
 OF_MLP = llama.MLPNames("feed_forward", ("w1", "w3"), "w13", "w2")
 OF_EXPERTS = mixtures.Names("feed_forward", gate="w1", up="w3", down="w2", correction="expert_bias")
-# Fields of the files of the first release: of the weights' start, and names that other fields have, too.
+# Fields of the files of the first release, which say how weights began.
 STARTS = "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"
 MIN_SUM = 1e-6  # added to the sum that the weights of experts are divided by
 
