@@ -599,6 +599,10 @@ class TestTools:
             (f"So.\n\n{deepseek(FENCED, FENCED)}", "So.", 2),
             (f"So.{deepseek(BARE, BARE)}", "So.", 2),
             ('A\n<function_calls>weather(city="Rome")\nweather(city = "Rome",)\n</function_calls>', "A", 2),
+            ('So. <|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>', "So.", 1),
+            ("<|tool_call_start|>[weather(city='Rome'), weather(city=\"Rome\")]<|tool_call_end|>", "", 2),
+            ("<|tool_call_start|>[weather(city='Rome'<|tool_call_end|>", None, 0),
+            ("<|tool_call_start|>[weather(city='Rome\\x')]<|tool_call_end|>", None, 0),
             (KIMI.replace(":1", ":1x"), None, 0),
             (KIMI.replace("weather", "other"), None, 0),
             (deepseek(FENCED.replace("}", "")), None, 0),
@@ -710,6 +714,9 @@ class TestTools:
         value = {"a": None, "b": True, "c": [False, {"d": 1.5}], "e": 'f(x=1), "g"\n', "h": None, "i": "<x>"}
         _, (found,) = find_calls(f"<function_calls>\n{call}\n</function_calls>", Tools([], ("weather",)))
         assert json.loads(found.arguments) == value
+        call = r"""weather(a='it\'s "so" \n \"', b='', c="it's")"""
+        _, (found,) = find_calls(f"<|tool_call_start|>[{call}]<|tool_call_end|>", Tools([], ("weather",)))
+        assert json.loads(found.arguments) == {"a": 'it\'s "so" \n "', "b": "", "c": "it's"}
 
     @pytest.mark.parametrize("is_single", [True, False])
     def test_calls_beside_each_other(self, served, is_single):

@@ -7,7 +7,7 @@
 * The name and pairs of `<arg_key>` and `<arg_value>`, as GLM-4.5 writes it.
 * `<invoke name="NAME">`, with a `<parameter name="KEY">` for each argument, as MiniMax-M2 writes it.
 * The name and an object of the arguments between tags of their own, as Kimi K2 and DeepSeek V3 and V3.1 write it.
-* `NAME(KEY=VALUE, ...)`, as OLMo 3 writes it.
+* `NAME(KEY=VALUE, ...)`, as OLMo 3 writes it, and LFM2 in a list.
 
 In the forms of tags the values are texts. Where the JSON schema of a tool gives an argument another type, the text
 is read as JSON.
@@ -64,6 +64,7 @@ _NAMES = "tool_call", "tool_calls", "minimax:tool_call", "seed:tool_call", "func
 OUTER_TAGS = {  # tags around a call, or around several, with those that close them
     **{f"<{name}>": f"</{name}>" for name in _NAMES},
     "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
+    "<|tool_call_start|>": "<|tool_call_end|>",
     f"<{BAR}tool▁calls▁begin{BAR}>": f"<{BAR}tool▁calls▁end{BAR}>",
 }
 PREFIXES = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of calls up to the end of an answer
@@ -76,7 +77,10 @@ INNER_TAGS = (
     f"<{BAR}tool▁call▁end{BAR}>",
     "[ARGS]",
 )
-BEGIN, END = re.compile(r"([\w.-]+)\("), re.compile(r"[\s,]*\)\s*")  # of a call in the form of Python
+BEGIN, END = re.compile(r"([\w.-]+)\("), re.compile(r"[\s,]*\)[\s,]*")  # of a call in the form of Python
+LIST = re.compile(r"\[\s*(.*)\]", re.DOTALL)
+QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_ESCAPED = re.compile(r'\\(.)|"', re.DOTALL)  # in such a text
 KEY, CONSTANT = re.compile(r"[\s,]*(\w+)\s*=\s*"), re.compile("True|False|None")
 NAME = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([A-Za-z0-9_.-]+)\s*(?:\[ARGS\]\s*)?(?={)")
 PYTHON = {"True": True, "False": False, "None": None}  # as some templates show values
@@ -164,24 +168,35 @@ def named_objects_of(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, d
 def _pythonic(text: str) -> list[tuple[str, Any]]:
     """Return the names and arguments of a text that is calls in the form of Python, none if it holds anything else.
 
-    Values are JSON, or constants of Python.
+    The calls may be a list. Values are JSON, or constants and texts of Python.
     """
-    calls, place = [], 0
+    listed = LIST.fullmatch(text)
+    text, calls, place = listed.group(1) if listed else text, [], 0
     while begin := BEGIN.match(text, place):
         arguments, place = {}, begin.end()
         while key := KEY.match(text, place):
-            constant = CONSTANT.match(text, key.end())
+            constant, quoted = CONSTANT.match(text, key.end()), QUOTED.match(text, key.end())
             try:
-                value, place = (None, constant.end()) if constant else DECODER.raw_decode(text, key.end())
+                if constant:
+                    value, place = PYTHON[constant.group()], constant.end()
+                elif quoted:
+                    value, place = DECODER.decode(f'"{_ESCAPED.sub(_as_json, quoted.group(1))}"'), quoted.end()
+                else:
+                    value, place = DECODER.raw_decode(text, key.end())
             except (ValueError, RecursionError):
                 return []
-            arguments[key.group(1)] = PYTHON[constant.group()] if constant else value
+            arguments[key.group(1)] = value
         end = END.match(text, place)
         if not end:
             return []
         calls.append((begin.group(1), arguments))
         place = end.end()
     return calls if place == len(text) else []
+
+
+def _as_json(found: re.Match) -> str:
+    """Return what stands in a JSON text for an escape, or a quotation mark, of a text in single ones."""
+    return '\\"' if found.group(1) is None else "'" if found.group(1) == "'" else found.group()
 
 
 def _known(calls: list[tuple[str, Any]], schemas: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
