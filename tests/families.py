@@ -313,6 +313,27 @@ VARIANTS = {
     "laguna_elements": MOE
     | LAGUNA
     | {"gating": "per-element", "mlp_layer_types": ["sparse", "sparse"], "attention_bias": True},
+    "mellum": MOE
+    | {
+        "model_type": "mellum",
+        "head_dim": 16,
+        "num_experts": 6,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense"],
+        "rope_parameters": {
+            "full_attention": YARN | {"truncate": True, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
+    },
+    "mellum_default": MOE | {"model_type": "mellum", "num_experts": 4, "attention_bias": True, "norm_topk_prob": False},
+    "ministral": LLAMA
+    | {
+        "model_type": "ministral",
+        "head_dim": 12,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "mistral4": LATENTS
     | {
         "model_type": "mistral4",

@@ -104,6 +104,13 @@ CONFIGS["lfm2_moe"] = LFM2 | {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 2.5,
 }
+CONFIGS["lfm3"] = {name: value for name, value in LFM2.items() if name != "rope_theta"} | {
+    "model_type": "lfm3",
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+    "sliding_window": 9,
+    "head_dim": 16,
+}
 
 MTP = "nemotron_h_latents"  # the case of Nemotron whose module for multi-token prediction is compared
 

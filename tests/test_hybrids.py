@@ -222,10 +222,17 @@ def test_fields_of_lfm2_that_are_refused(tmp_path):
         ("lfm2", {"conv_bias": True}, "conv.in_proj.bias"),
         ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias in .* must be True"),
         ("lfm2_moe", {"num_dense_layers": 4}, "num_dense_layers in .* must be in"),
+        (
+            "lfm3",
+            {"layer_types": ["conv"] * 4},
+            "layer_types in .* must be 4 times 'full_attention', 'sliding_attention'",
+        ),
+        ("lfm3", {"attention_bias": True}, "q_proj.bias"),
+        ("lfm3", {"use_sandwich_norm": False}, "post_ffn_norm.weight in .* does not belong to"),
     ):
         config = CONFIGS[case] | fields
         with pytest.raises(ValueError, match=message):
-            load(write(tmp_path / next(iter(fields)), case, config))
+            load(write(tmp_path / f"{case} {next(iter(fields))}", case, config))
 
 
 def test_codes_of_nemotron(tmp_path):
@@ -316,7 +323,7 @@ def test_mamba_keeps_the_state_of_plain_decoding(granite):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("case", ["lfm2", "lfm2_moe", "lfm3"])
 def test_convolutions_keep_the_inputs_of_plain_decoding(case, tmp_path):
     model = load(write(tmp_path / "model", case))
     testing.assert_model(model)
@@ -397,13 +404,14 @@ def mesh_of(number):
         ("nemotron_h_latents", 4),
         pytest.param("lfm2", 4, marks=pytest.mark.slow),
         ("lfm2_moe", 2),
+        pytest.param("lfm3", 2, marks=pytest.mark.slow),
     ],
 )
 def test_devices_share_the_heads(case, number, goldens, tmp_path):
     """Devices have the logits of one, in prompts, and in steps with and without rejected drafts."""
     model, expected = load(write(tmp_path / case, case), mesh=mesh_of(number)), goldens[case][0]
     own = model.init_memory(1, 1, 8).rows["layers"][0]
-    kept, axis, whole = ("inputs", 2, 32) if case.startswith("lfm2") else ("state", 1, 4)
+    kept, axis, whole = ("inputs", 2, 32) if case.startswith("lfm") else ("state", 1, 4)
     assert own[kept].addressable_shards[0].data.shape[axis] == whole / number
     memory, start = model.init_memory(1, 1, NUM_TOKENS), 0
     for count in (63, 3):
@@ -472,7 +480,7 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "lfm2"])
+@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "lfm2", "lfm3"])
 def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))

@@ -30,7 +30,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("num_heads", config.size("num_attention_heads"))
     config.only("block_norm_eps", config.number("norm_eps", 1e-5))
     each, size = _layers(config, GatedMLP()), _mlp_size(config)
-    return _model(config.replaced(intermediate_size=size), tensors, each)
+    return model(config.replaced(intermediate_size=size), tensors, each)
 
 
 def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
@@ -47,7 +47,7 @@ def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
     each = _layers(config, Experts(router))
     number = config.size("num_dense_layers", 2, least=0, most=len(each))
     each = llama.with_dense(each, GatedMLP(), [i < number for i in range(len(each))])
-    return _model(config, tensors, each, expert_size=config.size("moe_intermediate_size"))
+    return model(config, tensors, each, expert_size=config.size("moe_intermediate_size"))
 
 
 def _mlp_size(config: ConfigFile) -> int:
@@ -72,35 +72,62 @@ def _layers(config: ConfigFile, ffn: GatedMLP | Experts) -> tuple[LayerConfig, .
             f"{config.where('layer_types')} must be {number} times 'full_attention' or 'conv', the first at least "
             f"once, got {types!r}"
         )
-    convolution = ShortConv(
-        config.size("hidden_size"), config.size("conv_L_cache", 3, least=2), config.get("conv_bias", bool, False)
-    )
-    attention = Attention(has_head_norms=True)
-    return tuple(LayerConfig(convolution if kind == "conv" else attention, ffn) for kind in types)
+    mixers = {"conv": convolution(config, size=3), "full_attention": Attention(has_head_norms=True)}
+    return tuple(LayerConfig(mixers[kind], ffn) for kind in types)
 
 
-def _model(config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], **options: Any) -> Model:
-    """Build the model of these layers."""
+def convolution(config: ConfigFile, size: int) -> ShortConv:
+    """Return the mixer of a layer that convolves, given the default of conv_L_cache."""
+    tokens = config.size("conv_L_cache", size, least=2)
+    return ShortConv(config.size("hidden_size"), tokens, config.get("conv_bias", bool, False))
+
+
+def model(
+    config: ConfigFile,
+    tensors: Tensors,
+    each: tuple[LayerConfig, ...],
+    norms: dict[str, str] = NORMS,
+    of_attention: llama.AttentionNames = OF_ATTENTION,
+    **options: Any,
+) -> Model:
+    """Build the model of these layers.
+
+    Args:
+        config: config.json.
+        tensors: the tensors.
+        each: the description of each layer.
+        norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
+        of_attention: the names of tensors of attention.
+        options: more of `llama.config_of`.
+    """
     is_tied = config.get("tie_embedding", bool, config.get("tie_word_embeddings", bool, True))
     fields = {"rms_norm_eps": config.number("norm_eps", 1e-5), "tie_word_embeddings": is_tied}
-    options |= {"transposed": tensors.on_one_gpu, "rope": partial(ropes.read, theta=1e6)}
+    options = {"transposed": tensors.on_one_gpu, "rope": partial(ropes.read, theta=1e6)} | options
     config = config.replaced(**fields)
     sizes = llama.config_of(config, each, **options)
     config.check_computation()
     params = llama.outer_params(sizes, tensors, "model.embed_tokens", "model.embedding_norm")
-    params["layers"] = {i: _params(sizes, one, tensors, f"model.layers.{i}") for i, one in enumerate(each)}
+    read = partial(_params, sizes, tensors, norms, of_attention)
+    params["layers"] = {i: read(one, f"model.layers.{i}") for i, one in enumerate(each)}
     tensors.check_all_read()
     return decoder_model(sizes, params)
 
 
-def _params(config: DecoderConfig, layer: LayerConfig, tensors: Tensors, name: str) -> dict[str, Any]:
+def _params(
+    config: DecoderConfig,
+    tensors: Tensors,
+    norms: dict[str, str],
+    of_attention: llama.AttentionNames,
+    layer: LayerConfig,
+    name: str,
+) -> dict[str, Any]:
     """Read the parameters of a layer, as `LayerConfig.shapes` names them."""
     hidden = config.hidden_size
-    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in NORMS.items()}
+    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()}
     if isinstance(layer.mixer, ShortConv):
         params |= _conv_params(config, layer.mixer, tensors, f"{name}.conv")
     else:
-        params |= llama.attention_params(config, layer.mixer, tensors, f"{name}.self_attn", hidden, OF_ATTENTION)
+        params |= llama.attention_params(config, layer.mixer, tensors, f"{name}.self_attn", hidden, of_attention)
     if isinstance(layer.ffn, Experts):
         return params | OF_EXPERTS.params(config, layer.ffn, tensors, name)
     return params | llama.mlp_params(config, GatedMLP(), tensors, name, OF_MLP)
