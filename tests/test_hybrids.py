@@ -214,6 +214,13 @@ def test_lfm2_as_it_is_released(tmp_path):
         assert coded == {"conv_in", "conv_out", "experts_gate_up", "experts_out"}
 
 
+@pytest.mark.parametrize("case", ["lfm2", "qwen3_5_text", "granite_h"])
+def test_kinds_of_layers_that_are_no_strings(case, tmp_path):
+    config = CONFIGS[case] | {"layer_types": [["conv"], "full_attention", "conv"]}
+    with pytest.raises(ValueError, match=r"layer_types in .* must be a list of strings, got \[\['conv'\], "):
+        load(write(tmp_path / case, case, config))
+
+
 def test_fields_of_lfm2_that_are_refused(tmp_path):
     for case, fields, message in (
         ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types in .* must be 3 times 'full_attention' or 'conv'"),

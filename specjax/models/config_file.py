@@ -201,6 +201,13 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be {supported}, the only values supported, got {value!r}")
         return value
 
+    def strings(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a field that must be a list of strings, or its default."""
+        values = self.get(name, list, default)
+        if name in self and not all(isinstance(value, str) for value in values):
+            raise ValueError(f"{self.where(name)} must be a list of strings, got {values!r}")
+        return values
+
     def table(self, name: str) -> "ConfigFile":
         """Return a field that is an object itself, as its own `ConfigFile`; it is empty if the field is absent."""
         return ConfigFile(self.path, self.get(name, dict, {}), f"{self._prefix}{name}.")

@@ -46,7 +46,7 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
         config = config.replaced(intermediate_size=size)
         config.ignore("num_local_experts", "num_experts_per_tok", *mixtures.TRAINING)
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
-    kinds = config.get("layer_types", list, config.get("layers_block_type", list, []))
+    kinds = config.strings("layer_types", config.strings("layers_block_type", []))
     if len(kinds) != number or not set(kinds) <= ATTENDS | RECURS or not set(kinds) & ATTENDS:
         raise ValueError(
             f"{config.where('layer_types')} must be {number} times 'mamba' or 'attention', the latter at least once, "

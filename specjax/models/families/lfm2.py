@@ -66,7 +66,7 @@ def _layers(config: ConfigFile, ffn: GatedMLP | Experts) -> tuple[LayerConfig, .
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     attending = config.get("full_attn_idxs", list, list(range(number)))
     default = ["full_attention" if i in attending else "conv" for i in range(number)]
-    types = config.get("layer_types", list, default)
+    types = config.strings("layer_types", default)
     if len(types) != number or not {"full_attention"} <= set(types) <= {"full_attention", "conv"}:
         raise ValueError(
             f"{config.where('layer_types')} must be {number} times 'full_attention' or 'conv', the first at least "

@@ -65,7 +65,7 @@ def _mixers(config: ConfigFile) -> list[Attention]:
     if _scales_queries(config):
         still = replace(still, query_scaling=QueryScaling(beta, length, offset=1))
     chunk = config.size("attention_chunk_size", config.unless_null("attention_chunk_size", 8192))
-    kinds = config.get("layer_types", list, None)
+    kinds = config.strings("layer_types", None)
     if kinds is None:
         kinds = [TYPES[0] if turn and chunk is not None else TYPES[1] for turn in turns]
     if len(kinds) != len(turns) or not set(kinds) <= set(TYPES):

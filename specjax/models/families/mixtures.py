@@ -106,7 +106,7 @@ def by_types(config: ConfigFile, layer: LayerConfig) -> tuple[LayerConfig, ...]:
     """Return the description of each layer, as mlp_layer_types says it; without it the first one has an MLP."""
     if "mlp_layer_types" not in config:
         return after_dense(config, layer, 1)
-    num_layers, types = config.size("num_hidden_layers", most=llama.MAX_LAYERS), config.get("mlp_layer_types", list)
+    num_layers, types = config.size("num_hidden_layers", most=llama.MAX_LAYERS), config.strings("mlp_layer_types")
     if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
         raise ValueError(
             f"{config.where('mlp_layer_types')} must be {num_layers} times 'dense' or 'sparse', got {types!r}"

@@ -60,7 +60,7 @@ def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = Fals
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     interval = config.size("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(number)]
-    types = config.get("layer_types", list, default)
+    types = config.strings("layer_types", default)
     if len(types) != number or not {"full_attention"} <= set(types) <= {"full_attention", "linear_attention"}:
         raise ValueError(
             f"{config.where('layer_types')} must be {number} times 'full_attention' or 'linear_attention', the first "
