@@ -296,7 +296,7 @@ def _step_on_mesh(
         model,
         one_device,
         state.cache,
-        operands=(proposer, rest, rows, prompts, as_pytrees(verifier, scorer, None)),
+        operands=(proposer, rest, rows, prompts, as_pytrees(verifier, scorer, proposer)),
         specs=(WHOLE, specs, WHOLE, WHOLE, WHOLE),
         out=(specs, model.apply.of_rows),
     )

@@ -218,6 +218,17 @@ def test_trees_of_one_device(verifier, changes):
     assert 0.1 * drafted < accepted < 0.9 * drafted, (accepted, drafted)
 
 
+@pytest.mark.parametrize("options", [{"acceptance_rates": [1.0, 0.0]}, {"acceptance_length": 2.0}], ids=list)
+def test_a_step_takes_acceptance_rates(options):
+    """Which are checked against the drafts of its proposer."""
+    model = tensor_parallel(decoder(num_layers=1), mesh_of(2))
+    proposer, rows = proposers.ngram(2, min_n=1), sampling.batch([SamplingParams(max_tokens=9)])
+    state = prefill(model, proposer, np.ones((1, 4), int), jnp.array([4]), rows, jax.random.key(0), max_length=12)
+    verifier = Partial(verifiers.synthetic, **options)
+    _, info = jax.jit(partial(decode.step, verifier=verifier))(model, proposer, state)
+    assert info.num_accepted.tolist() == [1]
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_targets_whose_rows_are_shared_take_trees(parts):
     """A model that takes pages has caches with slots, which stay slots where devices share the rows."""
