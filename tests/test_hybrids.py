@@ -198,6 +198,9 @@ def test_lfm2_as_it_is_released(tmp_path):
     model = load(directory)
     (directory / "config.json").write_text(json.dumps(first | {"conv_use_xavier_init": True}))
     assert load(directory).apply.config == model.apply.config
+    whole = first | {"block_multiple_of": 5, "block_ffn_dim_multiplier": None}  # then the width is not rounded up
+    (directory / "config.json").write_text(json.dumps(whole))
+    assert load(directory).apply.config == model.apply.config
     directory = write(tmp_path / "mixture", "lfm2_moe")
     model, tensors = load(directory), load_file(directory / "model.safetensors")
     for layer in (1, 2):

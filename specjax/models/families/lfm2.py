@@ -53,11 +53,12 @@ def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
 def _mlp_size(config: ConfigFile) -> int:
     """Return the width of the MLPs, which the files say before it is made smaller and rounded up."""
     size = config.size("block_ff_dim", config.size("intermediate_size", 12288))
-    multiple, factor = config.size("block_multiple_of", 256), config.number("block_ffn_dim_multiplier", 1.0)
-    if config.get("block_auto_adjust_ff_dim", bool, True):
-        size = int(factor * (2 * size // 3))
-        return -(-size // multiple) * multiple
-    return size
+    multiple = config.size("block_multiple_of", 256)
+    factor = config.number("block_ffn_dim_multiplier", config.unless_null("block_ffn_dim_multiplier", 1.0))
+    if not config.get("block_auto_adjust_ff_dim", bool, True):
+        return size
+    size = 2 * size // 3
+    return size if factor is None else -(-int(factor * size) // multiple) * multiple
 
 
 def _layers(config: ConfigFile, ffn: GatedMLP | Experts) -> tuple[LayerConfig, ...]:

@@ -46,7 +46,7 @@ def _types(config: ConfigFile) -> list[str]:
     number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
     of_four = {2: "full_attention", 0: "sliding_attention"}
     default = [of_four.get(i % 4, "conv") if i else "conv" for i in range(number)]
-    types = config.get("layer_types", list, default)
+    types = config.strings("layer_types", default)
     if len(types) != number or not {"full_attention"} <= set(types) <= set(KINDS):
         raise ValueError(
             f"{config.where('layer_types')} must be {number} times 'full_attention', 'sliding_attention' or 'conv', "
