@@ -190,7 +190,7 @@ class SigmoidTopK:
     scale: float = 1.0  # factor on the weights
     num_groups: int = 1
     num_chosen_groups: int = 1
-    min_sum: float = 1e-20  # added to the sum that weights are divided by
+    epsilon: float = 1e-20  # added to the sum that weights are divided by
 
     def __post_init__(self):
         _check_choice(self.num_experts, self.num_chosen)
@@ -227,7 +227,7 @@ class SigmoidTopK:
         _, experts = largest(corrected, self.num_chosen)
         weights = _at(scores, experts)
         if self.is_renormalized:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + self.min_sum)
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + self.epsilon)
         return experts, weights * self.scale
 
 

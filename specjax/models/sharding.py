@@ -399,8 +399,8 @@ def _runs_of_short_conv(name: str, device: int, whole: Config, part: Config) -> 
     """Return a device's part of a short convolution: some channels."""
     assert isinstance(whole, DecoderConfig) and isinstance(part, DecoderConfig), "no other network has one"
     total, size = (config.recurrent[0][1].channels for config in (whole, part))
-    begins = range(0, (3 if name.startswith("conv_in") else 0 if name == "conv_out_bias" else 1) * total, total)
-    return [(begin + device * size, begin + (device + 1) * size) for begin in begins]
+    parts = {"conv_in": 3, "conv_in_bias": 3, "conv_out_bias": 0}.get(name, 1)
+    return [(i * total + device * size, i * total + (device + 1) * size) for i in range(parts)]
 
 
 def _runs_of_experts(name: str, device: int, whole: Config, part: Config) -> list[Run]:

@@ -32,12 +32,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     bias = config.get("attention_bias", bool, False)
     attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, output_gate=_gate(config))
     types = llama.layer_types(config, lambda i: False)
-    mixers = {"full_attention": replace(attention, rope=turns["full_attention"])}
-    if "sliding_attention" in types:
-        window = config.size("sliding_window", 512)
-        mixers["sliding_attention"] = replace(attention, window=window, rope=turns["sliding_attention"])
-    else:
-        config.ignore("sliding_window")  # some releases have 0
+    mixers = llama.mixers_by_type(config, attention, types, turns, 512)
     experts = mixtures.by_types(config, LayerConfig(ffn=Experts(router, shared=Shared())))
     experts = experts if len(experts) > 1 else experts * len(types)
     layers = tuple(

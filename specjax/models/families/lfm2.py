@@ -18,7 +18,7 @@ OF_MLP = llama.MLPNames("feed_forward", ("w1", "w3"), "w13", "w2")
 OF_EXPERTS = mixtures.Names("feed_forward", gate="w1", up="w3", down="w2", correction="expert_bias")
 # Fields of the files of the first release, which say how weights began.
 STARTS = "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"
-MIN_SUM = 1e-6  # added to the sum that the weights of experts are divided by
+EPSILON = 1e-6  # added to the sum that the weights of experts are divided by
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -42,7 +42,7 @@ def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
         *mixtures.counts(config, "num_experts", "num_local_experts"),
         is_renormalized=config.get("norm_topk_prob", bool, True),
         scale=config.number("routed_scaling_factor", 1.0),
-        min_sum=MIN_SUM,
+        epsilon=EPSILON,
     )
     each = _layers(config, Experts(router))
     number = config.size("num_dense_layers", 2, least=0, most=len(each))

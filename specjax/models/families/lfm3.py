@@ -1,6 +1,6 @@
 """LFM3: changes LFM2 by layers that attend inside a window, by gates on heads, and by norms after both sublayers."""
 
-from dataclasses import replace
+from typing import Any
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import lfm2, llama, ropes
@@ -26,14 +26,10 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     turns = ropes.read_types(config, sizes, THETAS, rotary_factor=1.0, kinds=kinds)
     bias, has_gate = config.get("attention_bias", bool, False), config.get("use_attention_gate", bool, True)
     gate = OutputGate("sigmoid", by_head=True) if has_gate else None
-    full = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, output_gate=gate)
+    attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, output_gate=gate)
     types = _types(config)
-    mixers = {"conv": lfm2.convolution(config, size=7), "full_attention": replace(full, rope=turns["full_attention"])}
-    if "sliding_attention" in types:
-        window = config.size("sliding_window", 256)
-        mixers["sliding_attention"] = replace(full, window=window, rope=turns["sliding_attention"])
-    else:
-        config.ignore("sliding_window")
+    mixers: dict[str, Any] = {"conv": lfm2.convolution(config, size=7)}
+    mixers |= llama.mixers_by_type(config, attention, types, turns, 256)
     has_post_norms = config.get("use_sandwich_norm", bool, True)
     layers = tuple(LayerConfig(mixers[kind], GatedMLP(), has_post_norms=has_post_norms) for kind in types)
     options = {"head_size": HEAD_SIZE, "rope": turns["full_attention"]}

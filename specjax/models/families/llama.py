@@ -1,6 +1,6 @@
 """Llama 2, 3 and 3.x, and the parts that the families which vary Llama share with it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -197,6 +197,27 @@ def windows(config: ConfigFile, slides: Callable[[int], bool], default: int | No
     if window is None:
         return (None,) * config.size("num_hidden_layers", most=MAX_LAYERS)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types(config, slides))
+
+
+def mixers_by_type(
+    config: ConfigFile, attention: Attention, types: Sequence[str], turns: Mapping[str, Rope], window: int
+) -> dict[str, Attention]:
+    """Return the mixers of the layers that attend, by the type of the layer.
+
+    Args:
+        config: config.json.
+        attention: the mixer, without a window and a rotation of its own.
+        types: of the layers. The field sliding_window counts where some are "sliding_attention".
+        turns: how the heads of each type turn, as `ropes.read_types` gives it.
+        window: default of the field sliding_window.
+    """
+    mixers = {"full_attention": replace(attention, rope=turns["full_attention"])}
+    if "sliding_attention" not in types:
+        config.ignore("sliding_window")  # some releases have 0
+        return mixers
+    config.refuse_null("sliding_window")
+    size = config.size("sliding_window", window)
+    return mixers | {"sliding_attention": replace(attention, window=size, rope=turns["sliding_attention"])}
 
 
 def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str, ...]:

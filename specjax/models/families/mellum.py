@@ -25,13 +25,8 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     sizes = dict.fromkeys(THETAS, llama.size_of_head(config, HEAD_SIZE))
     turns = ropes.read_types(config, sizes, THETAS)
     bias = config.get("attention_bias", bool, False)
-    full = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True, rope=turns["full_attention"])
-    mixers = {"full_attention": full}
-    if "sliding_attention" in types:
-        window = config.size("sliding_window", config.unless_null("sliding_window", 1024))
-        mixers["sliding_attention"] = replace(full, window=window, rope=turns["sliding_attention"])
-    else:
-        config.ignore("sliding_window")
+    attention = Attention(has_bias=bias, has_out_bias=bias, has_head_norms=True)
+    mixers = llama.mixers_by_type(config, attention, types, turns, 1024)
     router = mixtures.made(
         config,
         SoftmaxTopK,
