@@ -206,7 +206,7 @@ def mixers_by_type(
 
     Args:
         config: config.json.
-        attention: the mixer, without a window and a rotation of its own.
+        attention: the mixer, which has no window and no rotation yet.
         types: of the layers. The field sliding_window counts where some are "sliding_attention".
         turns: how the heads of each type turn, as `ropes.read_types` gives it.
         window: default of the field sliding_window.
