@@ -30,6 +30,7 @@ from pallas_kernels.attention import (
     layout_of,
     load_queries,
     load_sinks,
+    locate,
     scores_of,
     store_heads,
     walk,
@@ -122,7 +123,7 @@ def decode_attention(
         rotation: cosine and sine [B, T, R / 2] float32 that first turn the halves of the first R numbers of queries
             and new keys.
         pages: [B, P] int32, the page of each page_size slots; None for a dense cache. Tokens whose page is not in
-            [0, num_pages) are not written.
+            [0, num_pages) are not written. A sequence whose first token has none attends to its new tokens alone.
         tree: which of the new tokens each of them sees, [B, T, T] bool, and their positions [B, T] int32, by which a
             window hides slots. None is a chain: each sees the tokens up to itself.
         window: number of positions that a query sees, its own included, or parts; None is all before it.
@@ -216,7 +217,7 @@ def _attention_kernel(inputs: _Inputs, out, *, plan: _Plan):
         _positions(inputs, sequence, token, plan),
         inputs.new.start_ref[sequence],
     )
-    begin, end = _slots_of(split, queries.first, plan)
+    begin, end = _slots_of(split, cached, queries.first, plan)
     heads, factor = as_factors(queries.heads, cached)
 
     def visit(attended, keys, values, slot):
@@ -256,14 +257,21 @@ def _positions(inputs: _Inputs, sequence: Array, token: Array, plan: _Plan) -> A
     return plgpu.load(inputs.tree[1].at[sequence, token], mask=token < plan.num_tokens, other=0)
 
 
-def _slots_of(split: Array, first: Array, plan: _Plan) -> tuple[Array, Array]:
-    """Return the range [begin, end) of the cached slots that a split attends to, of those before `first`."""
+def _slots_of(split: Array, cached: Cached, first: Array, plan: _Plan) -> tuple[Array, Array]:
+    """Return the range [begin, end) of the cached slots that a split attends to, of those before `first`.
+
+    It is empty where the first new token has no page, as in a vacant slot of an engine, which stands at the end.
+    """
     window, block_size = plan.scores.window, plan.block_size
     length = jnp.minimum(first, plan.layout.num_slots)
     seen = 0 if window is None else first_inside(window, length) // block_size * block_size  # by any query
     chunk = pl.cdiv(length - seen, plan.splits * block_size) * block_size
     begin = seen + split * chunk
-    return begin, jnp.minimum(begin + chunk, length)
+    end = jnp.minimum(begin + chunk, length)
+    if cached.pages_ref is None:
+        return begin, end
+    page, _ = locate(cached, first)
+    return begin, jnp.where((page >= 0) & (page < plan.layout.num_pages), end, begin)
 
 
 def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Plan) -> Array:

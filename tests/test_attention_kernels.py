@@ -338,6 +338,21 @@ def test_a_token_without_a_page_is_not_written(kernel, num_tokens, nothing):
     assert np.isfinite(np.asarray(attended, np.float32)).all()
 
 
+@pytest.mark.parametrize("batch", [2, slow(40)])
+@pytest.mark.parametrize("nothing", [6, slow(-1)])
+def test_a_row_without_pages_reads_nothing(batch, nothing):
+    """A vacant slot of an engine stands at the end of the buffer: its row does not take the time of the longest one."""
+    query, key, value, *_, start = operands(batch, 3, 4, 1, 16, 640, [12, *[640 - 3] * (batch - 1)])
+    pool = jnp.zeros((6, 16, 1, 16), jnp.bfloat16)  # slots of zeros, too, would count in a mean
+    table = jnp.full((batch, 40), nothing, jnp.int32).at[0, 0].set(2)
+    attended, *_ = decode_attention(query, key, value, pool, pool, start, None, table, interpret=True)
+    none = jnp.zeros((batch, 3, 1, 16), jnp.bfloat16)
+    alone, *_ = decode_attention(query, key, value, none, none, jnp.zeros_like(start), interpret=True)
+    attended, alone = (np.asarray(x, np.float32) for x in (attended, alone))
+    np.testing.assert_allclose(attended[1:], alone[1:], atol=1e-2)
+    assert np.abs(attended[0] - alone[0]).max() > 0.1  # its pages count
+
+
 @pytest.mark.parametrize("nothing", [-1, slow(7)])
 def test_windows_hide_pages_that_were_freed(nothing):
     """A page that no query sees any more is not read: what has its place in the pool may be NaN."""

@@ -26,8 +26,9 @@ from test_slots import (
 from specjax import SamplingParams, decode, keys, sampling, verifiers
 from specjax.engine.detokenizer import Detokenizer
 from specjax.engine.draft_length import ByFunction
+from specjax.engine.mixed_sizes import thrifty_tokens
 from specjax.engine.pages import PageTables
-from specjax.engine.scheduler import Job, Scheduler
+from specjax.engine.scheduler import HELD, Job, Scheduler
 from specjax.engine.sizes import cheapest
 from specjax.engine.slots import Slots
 from specjax.sampling.capacities import of_request
@@ -531,6 +532,69 @@ def test_more_chunks_follow_each_other_while_most_prompts_wait(device, monkeypat
     assert sum(fed) == 4 * NUM_SLOTS - 1  # the ends of two prompts share a call
 
 
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+@pytest.mark.parametrize(
+    "max_tokens, num_steps, then",
+    [
+        ((24, 24, 1, 1), 2, (1, TILE)),  # no other waits for a slot
+        ((24, 24, 1, 1, 1), 2 + HELD, (1, TILE)),
+        ((24, 1, 1, 1, 1, 1), 2, (2, CHUNK)),  # two prompts fill a call
+    ],
+)
+def test_prompts_wait_until_they_fill_a_call(device, monkeypatch, max_tokens, num_steps, then):
+    """They do while others wait for slots, and few slots for them, and for some rounds at most."""
+    calls = called(device, monkeypatch)
+    monkeypatch.setattr("specjax.engine.scheduler.VACANT_SHARE", 1)
+    scheduler, tables = scheduler_of(device)
+    params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True)
+    for i, request in enumerate(some_jobs(len(max_tokens), 9, [params])):
+        request.prompt = np.arange(i, i + TILE, dtype=np.int32)
+        scheduler.add(job_of(replace_params(request, max_tokens=max_tokens[i])))
+    while scheduler.advance():
+        pass
+    assert_nothing_left(scheduler, tables)
+    calls = [call for call in calls if call != "evict"]
+    assert calls[: num_steps + 2] == [(NUM_SLOTS, NUM_SLOTS * TILE), *["step"] * num_steps, then]
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+@pytest.mark.parametrize("num_more, sizes", [(0, [CHUNK]), (1, [TILE, TILE])])
+def test_mixed_steps_feed_few_tokens_while_others_wait(device, monkeypatch, num_more, sizes):
+    """Beside a step that is below the ridge each costs less."""
+    mixed = [(2, TILE), (2, CHUNK)]
+    monkeypatch.setattr(device, "mixed_sizes", mixed)
+    monkeypatch.setattr("specjax.engine.scheduler.VACANT_SHARE", 1)
+    monkeypatch.setattr("specjax.engine.mixed_sizes.RIDGE", (2 + TILE) / 2)  # of 16 bits; these weights have 32
+    assert thrifty_tokens(device.model, mixed) == {2: TILE} == thrifty_tokens(device.model, [*mixed, (CHUNK, TILE)])
+    fed = []
+
+    def mixed_step(size, *args):
+        fed.append(size[1])
+        return Slots.mixed_step(device, size, *args)
+
+    monkeypatch.setattr(device, "mixed_step", mixed_step)
+    scheduler, tables = scheduler_of(device)
+    params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True)
+    max_tokens = [24, 24, 1, 1, *[1] * num_more]
+    for i, request in enumerate(some_jobs(len(max_tokens), 9, [params])):
+        request.prompt = np.arange(i, i + (CHUNK if i == 3 else TILE), dtype=np.int32)
+        scheduler.add(job_of(replace_params(request, max_tokens=max_tokens[i])))
+    while scheduler.advance():
+        pass
+    assert_nothing_left(scheduler, tables)
+    assert fed[: len(sizes)] == sizes
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
+@pytest.mark.parametrize(
+    "num_unfed, num_active, num_chunks", [(1, 0, 8), (9, 8, 8), (8, 8, 4), (13, 51, 4), (12, 48, 1), (3, 5, 1)]
+)
+def test_more_prompts_that_wait_get_more_chunks(device, num_unfed, num_active, num_chunks):
+    scheduler, _ = scheduler_of(device)
+    scheduler._active, scheduler._slots = [None] * num_active, [0] * (num_unfed + num_active) + [None]
+    assert scheduler._chunks_between_steps() == num_chunks
+
+
 def called(device, monkeypatch):
     """The names of the calls of a device from now on; of "prefill" the numbers of prompts and tokens."""
     calls = []
@@ -633,6 +697,7 @@ def test_no_schedule_changes_a_token(device, monkeypatch):
     for seed in range(10):
         rng = np.random.default_rng(seed)
         monkeypatch.setattr(device, "mixed_sizes", [MIXED] if seed % 3 else [])
+        monkeypatch.setattr("specjax.engine.scheduler.VACANT_SHARE", 1 if seed % 2 else 8)
         monkeypatch.setattr(device, "step_sizes", (2, NUM_SLOTS) if rng.random() < 0.7 else (NUM_SLOTS,))
         monkeypatch.setattr(device, "num_held", PLENTY - FEW if rng.random() < 0.4 else 0)
         scheduler, tables = scheduler_of(device, chunks_per_step=rng.choice([None, 1, 2]))

@@ -116,7 +116,10 @@ class Engine:
         max_waiting: the most requests that wait for a slot; None is no limit.
         chunks_per_step: the most tokens of prompts that are fed between two steps, in chunks, padding included. 1 keeps
             the time between the tokens of a request short while the prompts of others enter; more fill vacant slots
-            sooner. None is 8 while more samples wait for their prompts than decode, and 1 otherwise.
+            sooner. None is 8 while more samples wait for their prompts than decode, 4 while at least 4 samples do, more
+            than a quarter of those that decode, and 1 otherwise. While requests wait for a slot, and at most an eighth
+            of the slots for prompts, GPUs feed prompts as they cost least: few tokens in each mixed step, or in calls
+            of their own that are full, for which prompts wait 4 steps at most.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
             decoding. N - 1 among them is the tree of a proposer of trees of N nodes, and the others are then
             chains. The sum of K and `drafts_per_row` stands for the K drafts of `proposers.within_budget`, and the
@@ -136,9 +139,9 @@ class Engine:
         grammar_seconds: the most seconds that the grammar of a request may take to compile.
         step_sizes: numbers of slots below `num_slots`: a step computes the smallest of them that holds the active
             slots, so that a few requests do not pay for vacant slots. Each is a program more for each of
-            `draft_lengths`. None is (1, 8, 32) on GPUs and (1,) on CPUs; () always computes all slots. With parameters
-            of 16 bits the number of slots may change the last bit of a logit, and then a seeded request may get other
-            tokens beside other numbers of requests; () keeps them equal.
+            `draft_lengths`. None is (1, 8, 32, 128) on GPUs and (1,) on CPUs; () always computes all slots. With
+            parameters of 16 bits the number of slots may change the last bit of a logit, and then a seeded request may
+            get other tokens beside other numbers of requests; () keeps them equal.
         mixed_sizes: pairs (slots, tokens): where a step has at most that number of active slots, and the prompts that
             wait would be fed by a call of that number of tokens, one program does both and reads the weights once. Each
             pair is a program. None is the pairs for which that is less work on GPUs, with all slots and with 8, and no

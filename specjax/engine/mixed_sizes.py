@@ -47,6 +47,15 @@ def mixed_sizes_of(
     return tuple((slots, tokens) for slots, tokens in pairs if min(slots, tokens) < ridge)
 
 
+def thrifty_tokens(model: Model, sizes: Sizes) -> dict[int, int]:
+    """Return the tokens of prompts that cost least beside so many slots: the most that are below the ridge with them.
+
+    Numbers of slots without such a size are left out, and all of a mixture, whose ridge no step reaches.
+    """
+    ridge = _ridge(model) if sizes else inf
+    return {} if ridge == inf else {slots: tokens for slots, tokens in sorted(sizes) if slots + tokens <= ridge}
+
+
 def _ridge(model: Model) -> float:
     """Return the ridge of the products of a model, by the bits of a weight; of a mixture infinity."""
     config: Any = getattr(of_one_device(model), "config", None)

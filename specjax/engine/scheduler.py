@@ -19,6 +19,7 @@ from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import DraftLength
 from specjax.engine.grammars import GrammarTables
 from specjax.engine.jobs import Counts, Job, NoTokenError, Seat, first_of_row, joined, kinds_of, seat_of
+from specjax.engine.mixed_sizes import thrifty_tokens
 from specjax.engine.pages import PageTables
 from specjax.engine.sizes import cheapest
 from specjax.engine.slot_calls import Chunk, Output, chunk_at
@@ -28,7 +29,10 @@ from specjax.sampling.capacities import Needs
 from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
+SEVERAL = 4  # chunks while at least so many prompts wait, more than a quarter of the samples that decode
 LOOK_AHEAD = 16  # tokens for which jobs get pages early, where one lacks a page and there are many
+VACANT_SHARE = 8  # where one slot of 8 at most waits for its prompt, tokens may count by their cost alone
+HELD = 4  # rounds for which prompts wait until they fill a call
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
 
@@ -43,8 +47,8 @@ class Scheduler:
         prompt_sizes: numbers of tokens of the calls that feed prompts; None is `chunk_size`, which is always one of
             them. Prompts whose log-probabilities are asked for are fed by calls of `chunk_size` tokens.
         chunks_per_step: the calls between two steps have at most the tokens of `chunks_per_step` chunks, padding
-            included. One call must not have more. None is BURST while more jobs wait to be fed than are active, and 1
-            otherwise.
+            included. One call must not have more. None is BURST while more jobs wait to be fed than are active, SEVERAL
+            while at least so many do, more than a quarter of the active ones, and 1 otherwise.
         draft_length: chooses the number of draft tokens of each step, one of the device's numbers. None: always the
             largest.
 
@@ -78,6 +82,8 @@ class Scheduler:
         self._in_flight: deque[tuple[Output, list[Job], Sequence[int]]] = deque()  # with the row of each job
         self._chosen: deque[int] = deque()  # the K of the steps in flight, where they are chosen
         self._fed: deque[Any] = deque()  # features of the last calls with chunks
+        self._num_held = 0  # rounds in a row in which prompts have waited until they fill a call
+        self._thrifty = thrifty_tokens(device.model, device.mixed_sizes)
         self.changed: list[Job] = []
         self._num_jobs = 0
         self._left: list[int] = []  # slots whose jobs have left, which the device does not know yet
@@ -144,8 +150,9 @@ class Scheduler:
         self._admit()
         num_left = self._chunks_between_steps() * self._chunk_size
         if not self._step_mixed(num_left):
-            while num_fed := self._feed(num_left):
-                num_left -= num_fed
+            if not self._holds_prompts():
+                while num_fed := self._feed(num_left):
+                    num_left -= num_fed
             self._step()
         while len(self._in_flight) > 1 or (self._in_flight and not self._active):
             self._read()
@@ -210,7 +217,29 @@ class Scheduler:
         if self._chunks_per_step is not None:
             return self._chunks_per_step
         num_active = len(self._active)
-        return BURST if len(self.running) - num_active > num_active else 1
+        num_unfed = len(self.running) - num_active
+        if num_unfed > num_active:
+            return BURST
+        return SEVERAL if num_unfed >= SEVERAL and SEVERAL * num_unfed > num_active else 1
+
+    def _counts_cost_alone(self) -> bool:
+        """Return whether jobs wait for slots, few of which have jobs whose prompts are not fed.
+
+        The more tokens the device gives in a second, the sooner these jobs come; the slots that wait meanwhile are few.
+        """
+        num_unfed = len(self.running) - len(self._active)
+        return self.waiting > 0 and VACANT_SHARE * num_unfed <= len(self._slots)
+
+    def _holds_prompts(self) -> bool:
+        """Return whether prompts wait until they fill a call, in which a token costs less than in one of a few tiles.
+
+        They do so only where the next calls have room for several, beside running jobs, and for a few rounds.
+        """
+        jobs, num_tokens = self._next_prompts() if self._active and self._counts_cost_alone() else ([], 0)
+        may_share = bool(jobs) and jobs[0].is_scored and self._device.tile_size is not None
+        is_held = may_share and num_tokens < self._chunk_size and self._num_held < HELD
+        self._num_held = self._num_held + 1 if is_held else 0
+        return is_held
 
     def _feed(self, most: int) -> int:
         """Feed the next tokens of the first unfinished prompts, in one call; jobs become active after their last ones.
@@ -391,7 +420,7 @@ class Scheduler:
         """Dispatch a step of all active slots that also feeds prompts, where the device has a program for both.
 
         Between more chunks than one they are fed by calls of their own, which are larger, and so they are beside jobs
-        that need more of a step than mixed ones compute.
+        that need more of a step than mixed ones compute. Where the cost of tokens counts alone, few are fed at a time.
 
         Args:
             most: the most tokens of prompts, padding included.
@@ -406,8 +435,11 @@ class Scheduler:
             return False
         if any(job.wants_log_probs or job.use > MIXED_USE for job in active):
             return False
+        fitting = [each for each in self._device.mixed_sizes if each[0] >= len(active)]
+        if fitting and self._counts_cost_alone():
+            most = self._thrifty.get(min(fitting)[0], most)
         size = self._size_of_call(num_tokens, most)
-        sizes = [each for each in self._device.mixed_sizes if each[0] >= len(active) and each[1] == size]
+        sizes = [each for each in fitting if each[1] == size]
         if not sizes:
             return False
         self._send()

@@ -39,7 +39,7 @@ SIZES: dict[Use, dict[Literal["cpu", "gpu"], Sizes]] = {
         "cpu": Sizes(page=32, chunk=32, prompts=(16, 32), tile=None, slots=32, step_sizes=(1,)),
     },
     "server": {
-        "gpu": Sizes(page=64, chunk=512, prompts=(128, 256, 512, 2048), tile=64, slots=16, step_sizes=(1, 8, 32)),
+        "gpu": Sizes(page=64, chunk=512, prompts=(128, 256, 512, 2048), tile=64, slots=16, step_sizes=(1, 8, 32, 128)),
         "cpu": Sizes(page=64, chunk=64, prompts=(32, 64), tile=None, slots=8, step_sizes=(1,)),
     },
     "batch": {
