@@ -544,7 +544,7 @@ def test_more_chunks_follow_each_other_while_most_prompts_wait(device, monkeypat
 def test_prompts_wait_until_they_fill_a_call(device, monkeypatch, max_tokens, num_steps, then):
     """They do while others wait for slots, and few slots for them, and for some rounds at most."""
     calls = called(device, monkeypatch)
-    monkeypatch.setattr("specjax.engine.scheduler.VACANT_SHARE", 1)
+    monkeypatch.setattr("specjax.engine.scheduler.UNFED_SHARE", 1)
     scheduler, tables = scheduler_of(device)
     params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True)
     for i, request in enumerate(some_jobs(len(max_tokens), 9, [params])):
@@ -563,7 +563,7 @@ def test_mixed_steps_feed_few_tokens_while_others_wait(device, monkeypatch, num_
     """Beside a step that is below the ridge each costs less."""
     mixed = [(2, TILE), (2, CHUNK)]
     monkeypatch.setattr(device, "mixed_sizes", mixed)
-    monkeypatch.setattr("specjax.engine.scheduler.VACANT_SHARE", 1)
+    monkeypatch.setattr("specjax.engine.scheduler.UNFED_SHARE", 1)
     monkeypatch.setattr("specjax.engine.mixed_sizes.RIDGE", (2 + TILE) / 2)  # of 16 bits; these weights have 32
     assert thrifty_tokens(device.model, mixed) == {2: TILE} == thrifty_tokens(device.model, [*mixed, (CHUNK, TILE)])
     fed = []
@@ -697,7 +697,7 @@ def test_no_schedule_changes_a_token(device, monkeypatch):
     for seed in range(10):
         rng = np.random.default_rng(seed)
         monkeypatch.setattr(device, "mixed_sizes", [MIXED] if seed % 3 else [])
-        monkeypatch.setattr("specjax.engine.scheduler.VACANT_SHARE", 1 if seed % 2 else 8)
+        monkeypatch.setattr("specjax.engine.scheduler.UNFED_SHARE", 1 if seed % 2 else 8)
         monkeypatch.setattr(device, "step_sizes", (2, NUM_SLOTS) if rng.random() < 0.7 else (NUM_SLOTS,))
         monkeypatch.setattr(device, "num_held", PLENTY - FEW if rng.random() < 0.4 else 0)
         scheduler, tables = scheduler_of(device, chunks_per_step=rng.choice([None, 1, 2]))

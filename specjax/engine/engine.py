@@ -118,8 +118,8 @@ class Engine:
             the time between the tokens of a request short while the prompts of others enter; more fill vacant slots
             sooner. None is 8 while more samples wait for their prompts than decode, 4 while at least 4 samples do, more
             than a quarter of those that decode, and 1 otherwise. While requests wait for a slot, and at most an eighth
-            of the slots for prompts, GPUs feed prompts as they cost least: few tokens in each mixed step, or in calls
-            of their own that are full, for which prompts wait 4 steps at most.
+            of the running samples for their prompts, GPUs feed prompts as they cost least: few tokens in each mixed
+            step, or in calls of their own that are full, for which prompts wait 4 steps at most.
         draft_lengths: the numbers of draft tokens K that a step may have, each at most the proposer's own, 0 for plain
             decoding. N - 1 among them is the tree of a proposer of trees of N nodes, and the others are then
             chains. The sum of K and `drafts_per_row` stands for the K drafts of `proposers.within_budget`, and the

@@ -31,7 +31,7 @@ from specjax.sampling.guided.tables import Grammar
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
 SEVERAL = 4  # chunks while at least so many prompts wait, more than a quarter of the samples that decode
 LOOK_AHEAD = 16  # tokens for which jobs get pages early, where one lacks a page and there are many
-VACANT_SHARE = 8  # where one slot of 8 at most waits for its prompt, tokens may count by their cost alone
+UNFED_SHARE = 8  # where one job of 8 with a slot at most waits for its prompt, tokens may count by their cost alone
 HELD = 4  # rounds for which prompts wait until they fill a call
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
@@ -227,8 +227,8 @@ class Scheduler:
 
         The more tokens the device gives in a second, the sooner these jobs come; the slots that wait meanwhile are few.
         """
-        num_unfed = len(self.running) - len(self._active)
-        return self.waiting > 0 and VACANT_SHARE * num_unfed <= len(self._slots)
+        num_running = len(self.running)
+        return self.waiting > 0 and UNFED_SHARE * (num_running - len(self._active)) <= num_running
 
     def _holds_prompts(self) -> bool:
         """Return whether prompts wait until they fill a call, in which a token costs less than in one of a few tiles.
