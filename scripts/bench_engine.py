@@ -30,6 +30,8 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * entering: the time between pieces of running streams while a long prompt is fed, against a step and a
   chunk.
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
+* kernels: the launches of a step of some slots and of all, of a call that feeds a chunk, and of the largest mixed step,
+  those that take most of their time first. On GPUs alone.
 * gap: the share of the time in which the device waits for the host, by JAX's profiler: gaps of more than GAP between
   two operations. On GPUs alone.
 
@@ -99,6 +101,8 @@ SHARED = 0.9  # of long prompts
 REPEATS = 3  # runs of full and mixed batches, whose medians count
 PROMPTS = 5  # of each kind, for the time to the first token
 POLL = 0.05  # seconds between looks at the engine
+PROFILED = 6  # calls of each kind whose launches are listed
+LARGEST = 24  # kinds of launches of a call that are listed
 IN_TURNS = 64  # slots of three engines whose caches fit on a device together
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
@@ -644,29 +648,85 @@ def gap(bench: Bench) -> Iterator[dict[str, Any]]:
             requests = [engine.submit(work.prompt, params_of(work)) for work in works]
             while engine.stats().num_tokens < 8 * num_slots:
                 time.sleep(POLL)
-            with tempfile.TemporaryDirectory() as folder:
-                options = jax.profiler.ProfileOptions()
-                options.python_tracer_level = options.host_tracer_level = 0  # they would slow the host down
-                with jax.profiler.trace(folder, profiler_options=options):
-                    time.sleep(0.5)
-                    for request in requests:
-                        request.cancel()
-                    wait_for_the_end(engine)  # the profiler may not stop while the device works
-                (path,) = Path(folder).rglob("*.xplane.pb")
-                row |= waits_of_device(jax.profiler.ProfileData.from_file(str(path)))
+            with profiled() as events:
+                time.sleep(0.5)
+                for request in requests:
+                    request.cancel()
+                wait_for_the_end(engine)  # the profiler may not stop while the device works
+            row |= waits_of_device(events)
         yield row
 
 
-def waits_of_device(profile: Any) -> dict[str, float]:
-    """Return the share of a profile in which the device does nothing, and the share of waits of more than GAP."""
-    spans = sorted(
-        (event.start_ns, event.end_ns)
+def kernels(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield rows with the launches of the largest mixed step, and of its parts, and of steps of fewer slots."""
+    if jax.default_backend() != "gpu":
+        return
+    setting, chunk = bench.setting, chunk_size()
+    max_length = setting.prompts[1] + setting.outputs[1]
+    with bench.engine(setting.num_slots, max_length, setting.num_drafts, setting.rate) as engine:
+        device = engine._scheduler._device
+        most = device.num_slots - 1  # the last slot gets the prompt
+        tokens = np.arange(min(chunk, max_length), dtype=np.int32)
+        given = [most], [chunk_at(tokens, 0, chunk, device.no_features)]
+
+        def step(number: int) -> jax.Array:
+            rows = device.rows_of(list(range(number)))
+            return device.step(MIXED_USE if rows is None else Needs.EVERYTHING, rows=rows).tokens
+
+        calls: dict[str, Callable[[], Any]] = {f"{n} slots": partial(step, min(n, most)) for n in device.step_sizes}
+        calls[f"{chunk} tokens"] = lambda: device.prefill(*given, *device.tiles_of(chunk))[0]
+        if (device.num_slots, chunk) in device.mixed_sizes:
+            mixed = (device.num_slots, chunk), list(range(most)), *given
+            calls[f"{device.num_slots} slots and {chunk} tokens"] = lambda: device.mixed_step(*mixed)[0].tokens
+        length = max_length // 2
+        for name, call in calls.items():
+            with occupied(device, list(range(most)), length, max_length - length):
+                seconds_of(call, 2)
+                with profiled() as events:
+                    jax.block_until_ready([call() for _ in range(PROFILED)])
+            for kernel, spans in largest(events):
+                each = statistics.mean(spans)
+                row = {"call": name, "num_drafts": setting.num_drafts, "kernel": kernel}
+                yield row | {"launches": len(spans) / PROFILED, "each_s": each, "all_s": each * len(spans) / PROFILED}
+
+
+def largest(events: Sequence[Any]) -> list[tuple[str, list[float]]]:
+    """Return the names of the launches that take most of the time, with the seconds of each; then all of them."""
+    by_name: dict[str, list[float]] = {}
+    for event in events:
+        by_name.setdefault(event.name, []).append(1e-9 * (event.end_ns - event.start_ns))
+    ordered = sorted(by_name.items(), key=lambda each: -sum(each[1]))
+    return [*ordered[:LARGEST], ("all", list(itertools.chain(*by_name.values())))]
+
+
+@contextmanager
+def profiled() -> Iterator[list[Any]]:
+    """Profile the device in a block, after which the list holds its launches."""
+    events: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = options.host_tracer_level = 0  # they would slow the host down
+        with jax.profiler.trace(folder, profiler_options=options):
+            yield events
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        events += launches(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def launches(profile: Any) -> list[Any]:
+    """Return the launches of the first GPU in a profile."""
+    return [
+        event
         for plane in profile.planes
         if plane.name.startswith("/device:GPU:0")
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
-    )
+    ]
+
+
+def waits_of_device(events: Sequence[Any]) -> dict[str, float]:
+    """Return the share of a profile in which the device does nothing, and the share of waits of more than GAP."""
+    spans = sorted((event.start_ns, event.end_ns) for event in events)
     waits, until = [], spans[0][1]
     for start, end in spans[1:]:
         if start > until:
@@ -727,6 +787,11 @@ def shared_row(row: dict[str, Any]) -> str:
     one, other = row["unshared_s"], row["shared_s"]
     times = [f"{1e3 * one:.1f}", f"{1e3 * other:.1f}", f"{other / one:.2f}"]
     return table_row([row["long"], row["num_cached_tokens"], *times, *checks(row)])
+
+
+def kernels_row(row: dict[str, Any]) -> str:
+    times = f"{row['launches']:.0f}", f"{1e6 * row['each_s']:.1f}", f"{1e3 * row['all_s']:.3f}"
+    return table_row([row["call"], row["num_drafts"], row["kernel"], *times])
 
 
 def gap_row(row: dict[str, Any]) -> str:
@@ -796,6 +861,7 @@ PARTS: dict[str, tuple[Callable[[Bench], Iterator[dict[str, Any]]], Sequence[str
         entering_row,
     ),
     "shared": (shared, ("tokens", "found", "ms to first token: unshared", "shared", "ratio", *CHECKS), shared_row),
+    "kernels": (kernels, ("call", "K", "kernel", "launches", "us each", "ms a call"), kernels_row),
     "gap": (gap, ("slots", "K", "% of the time: waits for the host", "idle", *CHECKS), gap_row),
 }
 

@@ -246,9 +246,10 @@ def test_the_speed_of_a_full_engine(script):
     assert math.isnan(script("bench_engine").full_rate(looks[:2]))
 
 
-def test_waits_of_a_device(script):
+def test_launches_of_a_device(script, monkeypatch):
     def line(name, *spans):
-        return SimpleNamespace(name=name, events=[SimpleNamespace(start_ns=a, end_ns=b) for a, b in spans])
+        events = [SimpleNamespace(name=f"of {b - a} ns", start_ns=a, end_ns=b) for a, b in spans]
+        return SimpleNamespace(name=name, events=events)
 
     lines = [
         line("Stream #1", (0, 100_000), (101_000, 150_000)),
@@ -256,8 +257,12 @@ def test_waits_of_a_device(script):
     ]
     planes = [SimpleNamespace(name="/device:GPU:0", lines=[*lines, line("Steps", (0, 250_000))])]
     planes.append(SimpleNamespace(name="/host:CPU", lines=[line("Stream", (0, 10**9))]))
-    waits = script("bench_engine").waits_of_device(SimpleNamespace(planes=planes))
-    assert waits == pytest.approx({"idle": 0.2, "host_gap": 0.2})
+    bench = script("bench_engine")
+    launches = bench.launches(SimpleNamespace(planes=planes))
+    assert bench.waits_of_device(launches) == pytest.approx({"idle": 0.2, "host_gap": 0.2})
+    monkeypatch.setattr(bench, "LARGEST", 1)
+    (largest, seconds), (every, times) = bench.largest(launches)
+    assert (largest, seconds, every) == ("of 100000 ns", [1e-4], "all") and sum(times) == pytest.approx(2.69e-4)
 
 
 @pytest.mark.slow
@@ -275,7 +280,7 @@ def test_every_part_of_the_bench_of_the_engine(script, monkeypatch, capsys, tmp_
     monkeypatch.setitem(bench.SETTINGS, "embedded", setting)
     monkeypatch.setattr(bench, "POLL", 0.002)
     path = tmp_path / "numbers.json"
-    named = [part for part in bench.PARTS if part != "apart"]  # the same as loads on a CPU
+    named = [part for part in bench.PARTS if part not in ("apart", "kernels")]  # on a CPU, loads and nothing
     monkeypatch.setattr("sys.argv", ["bench_engine", "--json", str(path), "--parts", *named])
     monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
     bench.main()
