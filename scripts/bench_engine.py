@@ -30,8 +30,8 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * entering: the time between pieces of running streams while a long prompt is fed, against a step and a
   chunk.
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
-* kernels: the launches of a step of some slots and of all, of a call that feeds a chunk, and of the largest mixed step,
-  those that take most of their time first. On GPUs alone.
+* kernels: the launches of a step of some slots and of all, of a call that feeds a chunk, of the largest mixed step, and
+  of a request that enters a slot and leaves it, those that take most of their time first. On GPUs alone.
 * gap: the share of the time in which the device waits for the host, by JAX's profiler: gaps of more than GAP between
   two operations. On GPUs alone.
 
@@ -70,13 +70,14 @@ from jax.tree_util import Partial
 import specjax
 from specjax import SamplingParams, decode, models, sampling, verifiers
 from specjax.decoding.binding import as_pytree
+from specjax.engine import slot_rows
 from specjax.engine.engine import Stats
 from specjax.engine.sizes import default_sizes
 from specjax.engine.slot_calls import chunk_at
 from specjax.engine.slots import MIXED_USE
 from specjax.engine.step_times import occupied
 from specjax.models.directory import Checkpoint
-from specjax.sampling.capacities import Needs
+from specjax.sampling.capacities import Needs, neutral
 from specjax.server.loads import (
     COLUMNS,
     COUNTS,
@@ -658,7 +659,7 @@ def gap(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def kernels(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Yield rows with the launches of the largest mixed step, and of its parts, and of steps of fewer slots."""
+    """Yield rows with the launches of all that an engine asks of the device."""
     if jax.default_backend() != "gpu":
         return
     setting, chunk = bench.setting, chunk_size()
@@ -678,6 +679,15 @@ def kernels(bench: Bench) -> Iterator[dict[str, Any]]:
         if (device.num_slots, chunk) in device.mixed_sizes:
             mixed = (device.num_slots, chunk), list(range(most)), *given
             calls[f"{device.num_slots} slots and {chunk} tokens"] = lambda: device.mixed_step(*mixed)[0].tokens
+        params = neutral(device.capacities)._replace(max_tokens=np.int32(8))
+        one = slot_rows.request(device.state, tokens, np.zeros(2, np.uint32), params)
+
+        def enter_and_leave() -> Any:
+            device.insert(most, one)
+            device.evict([most])
+            return device.state.context.length + 0  # the next one donates the state
+
+        calls["a request enters and leaves"] = enter_and_leave
         length = max_length // 2
         for name, call in calls.items():
             with occupied(device, list(range(most)), length, max_length - length):
