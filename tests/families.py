@@ -47,6 +47,16 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 MOE = LLAMA | {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
+GPT2 = {  # in the names of fields of GPT-2
+    "model_type": "gpt2",
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -432,6 +442,11 @@ VARIANTS = {
     },
     "deepseek_v3_whole_queries": LATENTS
     | {"model_type": "deepseek_v3", "q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1},
+}
+VARIANTS |= {
+    "gpt2": GPT2,
+    "gpt2_untied": GPT2
+    | {"n_inner": 48, "activation_function": "gelu", "layer_norm_epsilon": 0.1, "tie_word_embeddings": False},
 }
 ALL = CONFIGS | VARIANTS
 

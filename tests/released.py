@@ -630,6 +630,29 @@ RELEASED = {
         },
         {},
     ),
+    "GPT-2": (
+        "gpt2",
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1,
+            "bos_token_id": 50256,
+            "embd_pdrop": 0.1,
+            "eos_token_id": 50256,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "gpt2",
+            "n_ctx": 1024,
+            "resid_pdrop": 0.1,
+            "summary_activation": None,
+            "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        },
+        {},
+    ),
     "MiniMax-M2.5": (
         "minimax_m2",
         {
@@ -800,6 +823,10 @@ SIZES = {
     "shared_expert_intermediate_size",
     "ffn_dim",
     "word_embed_proj_dim",
+    "n_embd",
+    "n_head",
+    "n_layer",
+    "n_positions",
 }
 
 

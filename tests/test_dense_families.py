@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.models import Checkpoint, load
 from specjax.models.quantize_files import write_quantized
-from specjax.models.quantized import Quantized
+from specjax.models.quantized import Quantized, dequantize
 from specjax.models.rope import YarnScaling
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
@@ -83,6 +83,34 @@ def test_codes_of_experts_of_qwen3_vl(qwen3_vl_moe, tmp_path):
     rounded = load(tmp_path / "out").params, load(qwen3_vl_moe, quantization="int8").params
     for one, other in zip(*map(jax.tree.leaves, rounded), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_old_files_of_gpt2(tmp_path):
+    """Their names lack the prefix, and they hold the causal masks of layers."""
+    expected = load(write(tmp_path / "new", "gpt2"))
+    old = write(tmp_path / "old", "gpt2", renamed=lambda name: name.removeprefix("transformer."))
+    masks = {f"h.{i}.attn.{name}": np.ones((1, 1, 64, 64), bool) for i in range(2) for name in ("bias", "masked_bias")}
+    save_file(load_file(old / "model.safetensors") | masks, old / "model.safetensors")
+    for one, other in zip(*map(jax.tree.leaves, (load(old).params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_matrices_of_gpt2_that_are_rounded(tmp_path):
+    """A matrix of codes has its outputs first, whatever the files have first."""
+    directory = write(tmp_path / "model", "gpt2")
+    floats, codes = (load(directory, quantization=name).params["layers"][0] for name in (None, "int8"))
+    for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
+        weight = floats[name]["weight"]
+        np.testing.assert_allclose(dequantize(codes[name]["weight"], weight.dtype), weight.T, atol=0.01)
+
+
+def test_codes_of_gpt2_are_refused(tmp_path):
+    config = ALL["gpt2"] | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    directory = write(tmp_path / "model", "gpt2", config=config)
+    stored, name = load_file(directory / "model.safetensors"), "transformer.h.1.attn.c_proj.weight"
+    save_file(stored | {name: np.ones((32, 32), np.int8)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.h.1.attn.c_proj.weight must be floats, because codes of a matrix"):
+        load(directory)
 
 
 @pytest.mark.parametrize(("case", "factor"), [("glm4", 1.0), ("glm4_moe", 0.5)])
@@ -191,6 +219,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("gemma3", {"layer_types": ["full_attention", "linear"]}, "layer_types in .* must be 2 times"),
         ("exaone4", {"sliding_window_pattern": "LLG"}, "sliding_window_pattern in .* must be int, got 'LLG'"),
         ("exaone4", {"layer_types": ["full_attention"]}, "layer_types in .* must be 3 times"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in .* must be False"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights in .* must be True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention in .* must be False"),
+        ("gpt2", {"activation_function": "tanh"}, "activation_function in .* must be 'gelu' or .* got 'tanh'"),
+        ("gpt2", {"n_head": 5}, "n_embd in .* must be a multiple of n_head = 5, got 32"),
+        ("gpt2", {"n_inner": 40}, r"c_fc.weight in .* must have shape \(32, 40\), got \(32, 128\)"),
         ("arcee", {"hidden_act": "gelu"}, "hidden_act in .* must be 'relu2' or 'silu', .* got 'gelu'"),
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace in .* must be 0, the only value"),

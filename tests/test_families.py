@@ -77,6 +77,7 @@ FAST = (
     "afmoe",
     "ernie4_5_moe",
     "llama4",
+    "gpt2_untied",
 )
 
 

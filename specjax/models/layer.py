@@ -31,6 +31,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}

@@ -293,6 +293,19 @@ class Tensors:
             return self._matrix(shapes, transposed)
         return self._read(shapes, transpose=not transposed)
 
+    def matrix_of_inputs(self, name: str, inputs: int, outputs: int) -> Any:
+        """Read a matrix that the files have as [inputs, outputs], and return it so, or as a `Quantized`."""
+        linear = self._linear(name, (inputs, outputs))
+        if self._is_quantized(linear):
+            raise ValueError(
+                f"tensor {name} must be floats, because codes of a matrix with its inputs first are not read"
+            )
+        format = self._quantization and format_of(linear.name, inputs, self._quantization)
+        if format is None:
+            return self.table(name, inputs, outputs)
+        self._check(name, linear.shape)
+        return self._placed(lambda: quantize(self._floats([linear]).T, format), [linear])
+
     def stack(self, inputs: int, matrices: Sequence[dict[str, int]]) -> Any:
         """Read a stack of matrices [E, N, inputs], of which each is as `matrices` reads one, with outputs by name."""
         shapes = [{name: (size, inputs) for name, size in outputs.items()} for outputs in matrices]

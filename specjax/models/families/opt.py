@@ -1,6 +1,6 @@
-"""OPT: a separate network with LayerNorm, learned positions, biases everywhere, and a ReLU MLP.
+"""OPT: a separate network with LayerNorm, learned positions, biases everywhere, and an MLP without a gate.
 
-Its norms stand before attention and MLP, or after them in some sizes.
+Its norms stand before attention and MLP, or after them in some sizes. GPT-2 has this network, too.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,16 @@ import jax.numpy as jnp
 from specjax.models.attention import KeyValues, cache_scales, memories
 from specjax.models.config_file import ConfigFile
 from specjax.models.families.llama import MAX_LAYERS
+from specjax.models.layer import ACTIVATIONS
 from specjax.models.linear import linear
 from specjax.models.network import Network, Taps, by_group, embed, network_model, without_padding
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, ModelInput, ModelOutput, PyTree
 
-POSITION_OFFSET = 2  # row of position 0 in the position embedding
-NORM_EPS = 1e-5
-
 
 @dataclass(frozen=True)
 class OPTConfig:
-    """Sizes and options of an OPT decoder."""
+    """Sizes and options of a decoder of OPT or GPT-2."""
 
     vocab_size: int
     embedding_size: int  # size of the embeddings; if it differs from hidden_size, projections convert between them
@@ -36,6 +34,10 @@ class OPTConfig:
     max_length: int
     norm_first: bool = True  # whether norms stand before attention and MLP, rather than after
     final_norm: bool = True  # whether a norm follows the last layer
+    norm_eps: float = 1e-5
+    activation: str = "relu"  # of the MLP, one of ACTIVATIONS
+    position_offset: int = 2  # row of position 0 in the position embedding
+    tie_embeddings: bool = True
     axis_name: str | None = None  # mesh axis whose devices share it, as in `DecoderConfig`
     num_padding: int = 0  # ids of the vocabulary that are padding, likewise
 
@@ -63,11 +65,13 @@ def _init(config: OPTConfig, seed: int) -> PyTree:
     hidden, size = config.hidden_size, config.embedding_size
     shapes: PyTree = {
         "embedding": (config.vocab_size, size),
-        "position_embedding": (config.max_length + POSITION_OFFSET, hidden),
+        "position_embedding": (config.max_length + config.position_offset, hidden),
         "layers": {i: _layer_shapes(config) for i in range(config.num_layers)},
     }
     if config.final_norm:
         shapes["norm"] = {"scale": (hidden,), "bias": (hidden,)}
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, size)
     if size != hidden:
         shapes |= {"project_in": (size, hidden), "project_out": (hidden, size)}
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -89,27 +93,27 @@ def _affine(params: PyTree, x: Array, axis_name: str | None = None) -> Array:
     return product + params["bias"][None, None]
 
 
-def _norm(params: PyTree, x: Array) -> Array:
+def _norm(config: OPTConfig, params: PyTree, x: Array) -> Array:
     """Normalise x [B, T, D] to zero mean and unit variance over its last axis in float32, then scale and shift it."""
     x32 = x.astype(jnp.float32)
     x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + NORM_EPS)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
     return (x32 * params["scale"][None, None] + params["bias"][None, None]).astype(x.dtype)
 
 
 @partial(jax.jit, static_argnames="config")  # under jit, the layers are traced once
 def _run_layer(config: OPTConfig, params: PyTree, x: Array, memory: KeyValues) -> tuple[Array, Any]:
     """Run a layer on hidden states x [B, T, D]; return them, and the layer's cache afterwards."""
-    qkv = _affine(params["qkv"], _norm(params["attention_norm"], x) if config.norm_first else x)
+    qkv = _affine(params["qkv"], _norm(config, params["attention_norm"], x) if config.norm_first else x)
     qkv = qkv.reshape(*x.shape[:2], 3 * config.num_heads, config.head_size)
     query, key, value = jnp.split(qkv, 3, axis=2)
     attended, kept = memory.attend(query, key, value, None, None, None)
     x = x + _affine(params["attention_out"], attended.reshape(*x.shape[:2], -1), config.axis_name)
     if not config.norm_first:
-        x = _norm(params["attention_norm"], x)
-    hidden = _affine(params["mlp_in"], _norm(params["mlp_norm"], x) if config.norm_first else x)
-    x = x + _affine(params["mlp_out"], jax.nn.relu(hidden), config.axis_name)
-    return x if config.norm_first else _norm(params["mlp_norm"], x), kept
+        x = _norm(config, params["attention_norm"], x)
+    hidden = _affine(params["mlp_in"], _norm(config, params["mlp_norm"], x) if config.norm_first else x)
+    x = x + _affine(params["mlp_out"], ACTIVATIONS[config.activation](hidden), config.axis_name)
+    return x if config.norm_first else _norm(config, params["mlp_norm"], x), kept
 
 
 def _apply(
@@ -123,7 +127,7 @@ def _apply(
         x = embed(embedding, inputs.tokens, config.axis_name)
         if "project_in" in params:
             x = linear(x, params["project_in"])
-        x = x + params["position_embedding"].at[inputs.positions + POSITION_OFFSET].get(mode="clip")
+        x = x + params["position_embedding"].at[inputs.positions + config.position_offset].get(mode="clip")
         scales = [cache_scales(params["layers"][i]) for i in range(config.num_layers)]
         new_cache, taps = [], Taps(feature_layers)
         taps.collect(0, x)
@@ -131,15 +135,18 @@ def _apply(
             x, kept = _run_layer(config, params["layers"][i], x, memory)
             new_cache.append(kept)
             taps.collect(i + 1, x)
-        hidden = _norm(params["norm"], x) if config.final_norm else x
+        hidden = _norm(config, params["norm"], x) if config.final_norm else x
         projected = linear(hidden, params["project_out"]) if "project_out" in params else hidden
 
         def head(part: Array) -> Array:
-            logits = linear(part, embedding, transposed=True, dtype=jnp.float32)
+            logits = linear(part, params.get("head", embedding), transposed=True, dtype=jnp.float32)
             return without_padding(logits, config.num_padding, config.axis_name)
 
         logits = by_group(inputs, projected, head)
     return ModelOutput(logits, taps.beside(hidden)), None if cache is None else new_cache
+
+
+NETWORK = Network(_init, _apply)
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -147,26 +154,30 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     config.only("activation_function", "relu")
     for name in ("enable_bias", "layer_norm_elementwise_affine", "tie_word_embeddings"):
         config.only(name, True)
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if hidden_size % num_heads:
-        raise ValueError(
-            f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, got {hidden_size}"
-        )
+    hidden_size = config.size("hidden_size")
     norm_first = config.get("do_layer_norm_before", bool, True)
     opt_config = OPTConfig(
         vocab_size=config.size("vocab_size"),
         embedding_size=config.size("word_embed_proj_dim", hidden_size),
         hidden_size=hidden_size,
         num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
-        num_heads=num_heads,
-        head_size=hidden_size // num_heads,
+        num_heads=config.size("num_attention_heads"),
+        head_size=size_of_head(config, "hidden_size", "num_attention_heads"),
         mlp_size=config.size("ffn_dim"),
         max_length=config.size("max_position_embeddings"),
         norm_first=norm_first,
         final_norm=norm_first and not config.get("_remove_final_layer_norm", bool, False),
     )
     config.check_computation()
-    return network_model(Network(_init, _apply), opt_config, _params(opt_config, tensors))
+    return network_model(NETWORK, opt_config, _params(opt_config, tensors))
+
+
+def size_of_head(config: ConfigFile, hidden: str, heads: str) -> int:
+    """Return the size of a head, given the names of the fields with the hidden size and with the number of heads."""
+    hidden_size, num_heads = config.size(hidden), config.size(heads)
+    if hidden_size % num_heads:
+        raise ValueError(f"{config.where(hidden)} must be a multiple of {heads} = {num_heads}, got {hidden_size}")
+    return hidden_size // num_heads
 
 
 def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
@@ -200,7 +211,7 @@ def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
     params = {
         "embedding": tensors.table(*embedding),
         "position_embedding": tensors.table(
-            f"{decoder}.embed_positions.weight", config.max_length + POSITION_OFFSET, hidden
+            f"{decoder}.embed_positions.weight", config.max_length + config.position_offset, hidden
         ),
         "layers": {i: layer(f"{decoder}.layers.{i}") for i in range(config.num_layers)},
     }
