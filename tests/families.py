@@ -448,6 +448,13 @@ VARIANTS |= {
     "gpt2_untied": GPT2
     | {"n_inner": 48, "activation_function": "gelu", "layer_norm_epsilon": 0.1, "tie_word_embeddings": False},
 }
+VARIANTS |= {
+    "apertus": LLAMA
+    | {"model_type": "apertus", "rope_scaling": LLAMA3_SCALING, "qk_norm": True, "post_norm": False}
+    | {"attention_bias": True, "tie_word_embeddings": True},
+    "apertus_default": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "apertus", "head_dim": 16},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from families import ALL, write
@@ -111,6 +112,27 @@ def test_codes_of_gpt2_are_refused(tmp_path):
     save_file(stored | {name: np.ones((32, 32), np.int8)}, directory / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.h.1.attn.c_proj.weight must be floats, because codes of a matrix"):
         load(directory)
+
+
+def with_constants(directory, **constants):
+    """Add constants of an activation of Apertus to a file, in 16 bits, each a tensor without axes."""
+    tensors = {f"model.layers.1.mlp.act_fn.{name}": np.asarray(x, ml_dtypes.bfloat16) for name, x in constants.items()}
+    save_file(load_file(directory / "model.safetensors") | tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_files_of_apertus_may_have_constants(tmp_path):
+    expected = load(write(tmp_path / "without", "apertus"))
+    model = load(with_constants(write(tmp_path / "with", "apertus"), beta=0.5, eps=-1e-6))
+    for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("constants", "expected"), [({"beta": 0.25}, 0.5), ({"eps": -1e-5}, -1e-6)])
+def test_other_constants_of_apertus_are_refused(constants, expected, tmp_path):
+    (name,) = constants
+    with pytest.raises(ValueError, match=f"layers.1.mlp.act_fn.{name} must be {expected}, the only value"):
+        load(with_constants(write(tmp_path / "model", "apertus"), **constants))
 
 
 @pytest.mark.parametrize(("case", "factor"), [("glm4", 1.0), ("glm4_moe", 0.5)])
@@ -225,6 +247,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("gpt2", {"activation_function": "tanh"}, "activation_function in .* must be 'gelu' or .* got 'tanh'"),
         ("gpt2", {"n_head": 5}, "n_embd in .* must be a multiple of n_head = 5, got 32"),
         ("gpt2", {"n_inner": 40}, r"c_fc.weight in .* must have shape \(32, 40\), got \(32, 128\)"),
+        ("apertus", {"hidden_act": "relu2"}, "hidden_act in .* must be 'xielu', the only value"),
+        ("apertus", {"qk_norm": False}, "qk_norm in .* must be True"),
+        ("apertus", {"post_norm": True}, "post_norm in .* must be False"),
+        ("apertus", {"mlp_bias": True}, "mlp_bias in .* must be False"),
+        ("apertus", {"rope_scaling": None}, "rope_scaling in .* must be absent or have a value, got null"),
+        ("apertus_default", {"rope_theta": 500.0}, "rope_theta in .* must be 12000000.0, the only value"),
         ("arcee", {"hidden_act": "gelu"}, "hidden_act in .* must be 'relu2' or 'silu', .* got 'gelu'"),
         ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace in .* must be 0, the only value"),

@@ -78,6 +78,7 @@ FAST = (
     "ernie4_5_moe",
     "llama4",
     "gpt2_untied",
+    "apertus",
 )
 
 

@@ -34,6 +34,8 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+XIELU = "xielu"  # the activation of that name, for which each layer has two numbers
+XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 NO_KEYS: tuple[Any, Any] = None, None  # the keys and values that a layer with another one's memory gives it
 Params = Mapping[str, Any]
@@ -279,17 +281,36 @@ class GatedMLP:
 class MLP:
     """The down projection of activation(up projection), without a gate."""
 
-    activation: str = "relu2"  # one of ACTIVATIONS
+    activation: str = "relu2"  # one of ACTIVATIONS, or XIELU
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name."""
         hidden, size = config.hidden_size, config.mlp_size
-        return {"mlp_in": matrix_shape(config, hidden, size), "mlp_out": matrix_shape(config, size, hidden)}
+        shapes: Shapes = {"mlp_in": matrix_shape(config, hidden, size), "mlp_out": matrix_shape(config, size, hidden)}
+        return shapes | {"mlp_alphas": (2,)} if self.activation == XIELU else shapes
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the MLP [B, T, h]."""
         up = product(config, params, "mlp_in", call.x, norm=call.norm)
-        return join(config, params, "mlp_out", ACTIVATIONS[self.activation](up), call)
+        is_learned = self.activation == XIELU
+        activated = xielu(up, params["mlp_alphas"]) if is_learned else ACTIVATIONS[self.activation](up)
+        return join(config, params, "mlp_out", activated, call)
+
+
+def xielu(x: Array, alphas: Array) -> Array:
+    """Return xIELU of x, computed in float32: a square of positive numbers, and an exponential of others.
+
+    Args:
+        x: floats.
+        alphas: [2], whose softplus is the factor on the square, and the factor on the exponential less XIELU_BETA.
+
+    References:
+        Huang and Schlag, "Deriving Activation Functions Using Integration", 2024 (https://arxiv.org/abs/2411.13010).
+    """
+    x32, (of_square, of_exponential) = x.astype(jnp.float32), jax.nn.softplus(alphas.astype(jnp.float32))
+    square = of_square * x32 * x32
+    exponential = (XIELU_BETA + of_exponential) * (jnp.expm1(jnp.minimum(x32, XIELU_EPSILON)) - x32)
+    return (jnp.where(x32 > 0, square, exponential) + XIELU_BETA * x32).astype(x.dtype)
 
 
 @dataclass(frozen=True)

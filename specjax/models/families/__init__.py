@@ -11,6 +11,7 @@ from functools import partial
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import (
     afmoe,
+    apertus,
     arcee,
     cwm,
     deepseek_v2,
@@ -62,6 +63,7 @@ from specjax.types import Model
 
 BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions by model_type
     "afmoe": afmoe.build,
+    "apertus": apertus.build,
     "arcee": arcee.build,
     "cwm": cwm.build,
     "deepseek_v2": deepseek_v2.build,

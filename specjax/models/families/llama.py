@@ -11,7 +11,7 @@ from specjax.models.delta_net import DeltaNet
 from specjax.models.experts import Experts
 from specjax.models.families import ropes
 from specjax.models.latent_attention import LatentAttention
-from specjax.models.layer import MLP, Attention, GatedMLP, LayerConfig
+from specjax.models.layer import MLP, XIELU, Attention, GatedMLP, LayerConfig
 from specjax.models.mamba import Mamba2
 from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
@@ -283,6 +283,8 @@ def layer_params(
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif isinstance(layer.ffn, MLP):
         params |= ungated_params(config, tensors, f"{name}.mlp", config.mlp_size)
+        if layer.ffn.activation == XIELU:
+            params["mlp_alphas"] = tensors.vectors({f"{name}.mlp.act_fn.alpha_{sign}": 1 for sign in "pn"})
     elif mixture is not None:
         params |= mixture.params(config, layer.ffn, tensors, name)
     if layer.has_scale:
