@@ -455,6 +455,12 @@ VARIANTS |= {
     "apertus_default": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
     | {"model_type": "apertus", "head_dim": 16},
 }
+VARIANTS |= {
+    "dots1": {name: value for name, value in GLM.items() if name != "partial_rotary_factor"}
+    | {"model_type": "dots1", "attention_bias": True, "sliding_window": 5, "max_window_layers": 1}
+    | {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+    "dots1_default": MOE | {"model_type": "dots1", "head_dim": 16, "n_routed_experts": 6, "n_shared_experts": 1},
+}
 ALL = CONFIGS | VARIANTS
 
 

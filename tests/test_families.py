@@ -79,6 +79,7 @@ FAST = (
     "llama4",
     "gpt2_untied",
     "apertus",
+    "dots1",
 )
 
 

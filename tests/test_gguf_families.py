@@ -137,6 +137,22 @@ CASES = {
             "add_rope_dimension_count": 4,
         },
     ),
+    "dots1": (
+        "dots1",
+        {"sliding_window": None, "max_window_layers": 62},
+        {
+            "add_expert_count": 8,
+            "add_expert_used_count": 3,
+            "add_expert_feed_forward_length": 20,
+            "add_expert_shared_count": 2,
+            "add_expert_group_count": 4,
+            "add_expert_group_used_count": 2,
+            "add_expert_weights_scale": 1.5,
+            "add_expert_weights_norm": True,
+            "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
+            "add_leading_dense_block_count": 1,
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {"swiglu_limit": 7.0},
@@ -650,8 +666,9 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
                 {"add_expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX},
                 "gating_func in .* must be 2",
             )
-            for architecture in ("glm4moe", "afmoe", "laguna")
+            for architecture in ("glm4moe", "dots1", "afmoe", "laguna")
         ),
+        ("dots1", {"add_sliding_window": 5}, "sliding_window in .* must be 0 or absent, got 5"),
         ("mistral4", {"add_expert_group_count": 4}, "n_group in .* must be 1, the only value"),
         ("glm4", {"add_rope_dimension_sections": [1, 1, 0, 0]}, "glm4.rope.dimension_sections in .* must be absent"),
         ("hunyuan-moe", {"add_expert_shared_feed_forward_length": 96}, "shared_feed_forward_length in .* must be 48"),

@@ -164,6 +164,10 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("glm4_moe", {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers in .* must be in \[0, 1024\], got"),
         ("glm4_moe", {"router_scale": 2.0}, "router_scale in .* must be absent"),
         ("glm4_moe", {"rope_scaling": {"type": "fancy"}}, "rope_scaling.type in .* must be 'default' or"),
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func in .* must be 'noaux_tc' or 'sigmoid', .* got 'softmax'"),
+        ("dots1", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
+        ("dots1", {"layer_types": ["full_attention"]}, "layer_types in .* must be 2 times"),
+        ("dots1", {"n_group": 3}, "num_groups must divide num_experts = 8, got 3"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -319,6 +323,31 @@ def test_windows_of_mixtures(tmp_path):
     assert load(write(tmp_path / "qwen3_moe", "qwen3_moe", config=fields)).apply.config.windows == (5, 5)
     fields = ALL["qwen2_moe"] | {"use_sliding_window": True, "sliding_window": 5}
     assert load(write(tmp_path / "qwen2_moe", "qwen2_moe", config=fields)).apply.config.windows == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, (None, 5)),
+        ({"max_window_layers": None}, (None, None)),
+        ({"max_window_layers": 0, "sliding_window": "absent"}, (4096, 4096)),
+        ({"max_window_layers": 0, "sliding_window": None}, (None, None)),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, (5, None)),
+    ],
+)
+def test_windows_of_dots(change, windows, tmp_path):
+    """The last layers have windows, beside the layers without experts, which are the first ones."""
+    fields = {name: value for name, value in (ALL["dots1"] | change).items() if value != "absent"}
+    config = load(write(tmp_path / "model", "dots1", config=fields | {"scoring_func": "noaux_tc"})).apply.config
+    assert config.windows == windows
+    assert [isinstance(layer.ffn, Experts) for layer in config.each_layer] == [False, True]
+
+
+def test_dots_renormalises_no_weights_by_default(tmp_path):
+    for given, expected in ((None, False), (True, True)):
+        fields = ALL["dots1_default"] | {"norm_topk_prob": given}
+        config = load(write(tmp_path / str(given), "dots1_default", config=fields)).apply.config
+        assert config.layers[0].ffn.router.is_renormalized is expected
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         fields=mixtures.glm4_moe, names=mixtures.OF_EXPERTS + mixtures.OF_GLM, has_partial_rotary=True, has_experts=True
     ),
+    "dots1": Architecture(fields=mixtures.dots1, names=mixtures.OF_EXPERTS + mixtures.OF_DOTS, has_experts=True),
     "deepseek2": LATENTS,
     "mistral4": replace(LATENTS, fields=latents.mistral4),
     "gpt-oss": Architecture(

@@ -56,11 +56,8 @@ OF_NEXTN = (  # of layers for multi-token prediction
     *((f"nextn.{name}", name) for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")),
     *((f"nextn.shared_head_{name}", f"shared_head.{name}") for name in ("head", "norm")),
 )
-OF_GLM = (
-    *(("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), dense.POST_NORMS[0]),
-    *OF_SHARED,
-    *OF_NEXTN,
-)
+OF_DOTS = (("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"), *OF_SHARED)
+OF_GLM = (*OF_DOTS, dense.POST_NORMS[0], *OF_NEXTN)
 OF_ERNIE = (("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"), *OF_SHARED)
 OF_GPT_OSS = (
     ("attn_sinks.weight", "self_attn.sinks"),
@@ -218,21 +215,32 @@ def ernie4_5_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
 
 def glm4_moe(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return more fields of config.json of GLM-4.5."""
-    fields.only("attention.sliding_window", 0)
-    fields.only("expert_gating_func", 2)  # sigmoids
     number = fields.get("nextn_predict_layers", int, 0)
-    return experts(fields, "n_routed_experts") | {
+    return _sigmoid_experts(fields) | {
         "model_type": "glm4_moe",
         "num_hidden_layers": config["num_hidden_layers"] - number,
         "num_nextn_predict_layers": number,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.header.tensors,
+        "partial_rotary_factor": fields.get("rope.dimension_count", int, config["head_dim"]) / config["head_dim"],
+    }
+
+
+def dots1(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of dots.llm1."""
+    return _sigmoid_experts(fields) | {"sliding_window": None}
+
+
+def _sigmoid_experts(fields: Fields) -> dict[str, Any]:
+    """Return the fields of config.json about the experts of GLM-4.5; raise ValueError where layers have windows."""
+    fields.only("attention.sliding_window", 0)
+    fields.only("expert_gating_func", 2)  # sigmoids
+    return experts(fields, "n_routed_experts") | {
         "n_shared_experts": fields.get("expert_shared_count", int, 1),
         "first_k_dense_replace": fields.get("leading_dense_block_count", int, 0),
         "routed_scaling_factor": fields.get("expert_weights_scale", float, 1.0),
         "norm_topk_prob": fields.get("expert_weights_norm", bool, False),
         "n_group": fields.get("expert_group_count", int, 1),
         "topk_group": fields.get("expert_group_used_count", int, 1),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.header.tensors,
-        "partial_rotary_factor": fields.get("rope.dimension_count", int, config["head_dim"]) / config["head_dim"],
     }
 
 
