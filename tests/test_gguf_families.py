@@ -119,6 +119,11 @@ CASES = {
         {"intermediate_size": 20} | OF_LONG,
         {"add_expert_count": 8, "add_expert_used_count": 3, "add_expert_feed_forward_length": 20} | LONG,
     ),
+    "apertus": (
+        "apertus",
+        {"rope_scaling": {"rope_type": "default"}},
+        {"add_xielu_beta": [0.5] * 2, "add_xielu_eps": [-1e-6] * 2},
+    ),
     "glm4moe": (
         "glm4_moe_groups",
         {},
@@ -355,7 +360,7 @@ CASES = {
 }
 
 
-FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna"  # of these
+FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna", "apertus"  # of these
 
 
 def name_in(names, name):
@@ -421,8 +426,13 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
         common |= {"add_key_length": config["head_dim"], "add_value_length": config["head_dim"]}
     for name, value in (common | fields).items():
         getattr(writer, name)(value)
+    for sign in "pn" if architecture == "apertus" else "":
+        alphas = [float(values[0]) for name, values in tensors.items() if name.endswith(f"act_fn.alpha_{sign}")]
+        getattr(writer, f"add_xielu_alpha_{sign}")(alphas)
     for name, values in apart(tensors, architecture).items():
         part = name.split(".")[-2]
+        if part == "act_fn":
+            continue
         if architecture == "laguna":
             name = name.replace(".g_proj.", ".gate_proj.").replace("post_attention_layernorm", "pre_mlp_layernorm")
         # The halves of each head lie between each other.
@@ -668,6 +678,8 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
             )
             for architecture in ("glm4moe", "dots1", "afmoe", "laguna")
         ),
+        ("apertus", {"add_xielu_beta": [0.5, 0.25]}, "xielu.beta in .* must be 0.5 for each layer, got .0.5, 0.25."),
+        ("apertus", {"add_xielu_eps": [-1e-6]}, "xielu.eps in .* must be 2 numbers, got .-9.9"),
         ("dots1", {"add_sliding_window": 5}, "sliding_window in .* must be 0 or absent, got 5"),
         ("mistral4", {"add_expert_group_count": 4}, "n_group in .* must be 1, the only value"),
         ("glm4", {"add_rope_dimension_sections": [1, 1, 0, 0]}, "glm4.rope.dimension_sections in .* must be absent"),

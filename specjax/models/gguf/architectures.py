@@ -35,6 +35,7 @@ class Architecture:
 
     fields: Callable[[Fields, dict[str, Any]], dict[str, Any]] = dense.without_window  # more fields of config.json
     names: tuple[tuple[str, str], ...] = ()  # of tensors of a layer, where they differ from `OF_LAYER`
+    numbers: tuple[tuple[str, str], ...] = ()  # fields with a number for each layer, and its vectors that they are
     has_halves_between: bool = False  # whether the halves of each head of queries and keys lie between each other
     has_norm_offset: bool = False  # whether the files store one more than the scale of a norm
     has_partial_rotary: bool = False  # whether a part of each head may turn
@@ -196,6 +197,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(fields=mixtures.olmoe, names=mixtures.OF_EXPERTS, has_experts=True),
     "olmo2": Architecture(fields=dense.olmo2, names=dense.POST_NORMS, scalings=("yarn",)),
     "seed_oss": Architecture(fields=dense.seed_oss, names=dense.POST_NORMS[:1]),
+    "apertus": Architecture(fields=dense.apertus, names=dense.OF_APERTUS, numbers=dense.ALPHAS),
     "phi3": Architecture(
         fields=dense.phi3,
         names=(("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")),

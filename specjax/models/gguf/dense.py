@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
+from specjax.models.layer import XIELU_BETA, XIELU_EPSILON
 
 POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
 OF_GLM4 = (
@@ -13,6 +16,8 @@ OF_GLM4 = (
     ("post_ffw_norm", "post_mlp_layernorm"),
 )
 OF_CHATGLM = ("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")
+OF_APERTUS = ("attn_norm", "attention_layernorm"), ("ffn_norm", "feedforward_layernorm")
+ALPHAS = ("xielu.alpha_p", "mlp.act_fn.alpha_p"), ("xielu.alpha_n", "mlp.act_fn.alpha_n")
 OF_HUNYUAN = ("attn_q_norm", "self_attn.query_layernorm"), ("attn_k_norm", "self_attn.key_layernorm")
 
 
@@ -146,6 +151,16 @@ def phi3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         scaling[name] = floats_of(header.bytes_of(entry), entry.kind.name).ravel().tolist()
     length = fields.get("rope.scaling.original_context_length", int)
     return found | {"rope_scaling": scaling, "original_max_position_embeddings": length}
+
+
+def apertus(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Apertus; raise ValueError where its activations have other constants."""
+    for name, expected in (("xielu.beta", XIELU_BETA), ("xielu.eps", XIELU_EPSILON)):
+        found = fields.numbers(name, config["num_hidden_layers"])
+        if not np.allclose(found, expected, rtol=0.01, atol=0):  # in few bits
+            raise ValueError(f"{name} in {fields.header.path} must be {expected} for each layer, got {found}")
+    scaling = config["rope_scaling"] or {"rope_type": "default"}  # without a table Apertus has another one
+    return without_window(fields, config) | {"rope_scaling": scaling}
 
 
 def smollm3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:

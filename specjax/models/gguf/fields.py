@@ -47,6 +47,13 @@ class Fields:
             raise ValueError(f"{full} in {self.header.path} must be an integer, or {number} of them, got {found!r}")
         return found
 
+    def numbers(self, name: str, number: int) -> list[float]:
+        """Return a number for each layer, from a field whose name is not after the architecture's."""
+        found = self.header.fields.get(name)
+        if not isinstance(found, list) or len(found) != number or not all(type(x) is float for x in found):
+            raise ValueError(f"{name} in {self.header.path} must be {number} numbers, got {found!r}")
+        return found
+
     def slides(self, number: int, default: list[bool] | None = None) -> list[bool]:
         """Return for each layer whether it attends inside a window; without a default the field is required."""
         name = f"{self.architecture}.attention.sliding_window_pattern"

@@ -72,6 +72,20 @@ class Place:
         return matrix.replace(**{k: None if x is None else _in_order(x, self.blocks) for k, x in fields.items()})
 
 
+@dataclass(frozen=True)
+class Number:
+    """A vector of one number, which is a field of the file."""
+
+    value: float
+    shape = (1,)
+    kind = "F32"
+    is_kept = False
+
+    def floats(self, header: Header, index: tuple) -> np.ndarray:
+        """Return a part of the vector as floats."""
+        return np.asarray([self.value], np.float32)[index]
+
+
 def _in_order(x: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """Put the blocks of the last axis of [N, K] into an order."""
     return np.ascontiguousarray(x.reshape(len(x), len(blocks), -1)[:, blocks]).reshape(x.shape)

@@ -11,10 +11,11 @@ import numpy as np
 from specjax.models.gguf.architectures import architecture_of
 from specjax.models.gguf.blocks import FLOATS, floats_of
 from specjax.models.gguf.config import config_of
+from specjax.models.gguf.fields import Fields
 from specjax.models.gguf.header import Header, read_header
 from specjax.models.gguf.latents import KeysAndValues, joined
 from specjax.models.gguf.names import name_of, rows_of
-from specjax.models.gguf.places import Place
+from specjax.models.gguf.places import Number, Place
 from specjax.models.quantization import StoredLinear
 from specjax.models.quantized import Quantized
 
@@ -27,7 +28,7 @@ class GGUFFile:
     """The tensors of a GGUF file by their names in transformers. The interface is the same as in safetensors."""
 
     header: Header
-    entries: dict[str, Place | KeysAndValues]
+    entries: dict[str, Place | KeysAndValues | Number]
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
@@ -46,7 +47,7 @@ class GGUFSlice:
     name: str
 
     @property
-    def _place(self) -> Place | KeysAndValues:
+    def _place(self) -> Place | KeysAndValues | Number:
         return self.file.entries[self.name]
 
     def get_shape(self) -> list[int]:
@@ -120,7 +121,12 @@ def _file(path: Path, changed: int, size: int) -> GGUFFile:
         place = Place(entry, rows=rows_of(name, entry.shape[0], heads), change=_less_one if has_offset else None)
         for apart, of_part in _apart(name_of(name, architecture.of_layer), place, scales[name]):
             places |= architecture.parts(apart, of_part, config)
-    return GGUFFile(header, joined(places))
+    numbers = {
+        f"model.layers.{i}.{of_layer}": Number(number)
+        for field, of_layer in architecture.numbers
+        for i, number in enumerate(Fields(header).numbers(field, config["num_hidden_layers"]))
+    }
+    return GGUFFile(header, joined(places) | numbers)
 
 
 def _less_one(scale: np.ndarray) -> np.ndarray:
