@@ -103,6 +103,8 @@ def test_matrices_of_gpt2_that_are_rounded(tmp_path):
     for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
         weight = floats[name]["weight"]
         np.testing.assert_allclose(dequantize(codes[name]["weight"], weight.dtype), weight.T, atol=0.01)
+    codes = load(directory, quantization="int4").params["layers"][0]
+    assert (codes["qkv"]["weight"].bits, codes["mlp_in"]["weight"].bits) == (8, 4)
 
 
 def test_codes_of_gpt2_are_refused(tmp_path):
