@@ -266,6 +266,22 @@ def two_matrices(code, size, num_outputs, num_small):
     return (weight, small, scale), [floats.astype(np.float64), np.asarray(small, np.float64)]
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
+def test_a_norm_that_subtracts_the_mean(shape, implementation):
+    """It is computed before one product and before two, and kernels take the rows."""
+    (weight, small, scale), matrices = two_matrices(None, 300, 130, 7)
+    x = (5 + jax.random.normal(jax.random.key(4), (*shape, 300))).astype(jnp.bfloat16)
+    options = {"transposed": True, "norm": models.CentredNorm(scale, EPSILON, 1.0), "implementation": implementation}
+    rows = np.asarray(x, np.float64)
+    rows = rows - rows.mean(axis=-1, keepdims=True)
+    rows = rows / np.sqrt(np.mean(rows**2, axis=-1, keepdims=True) + EPSILON) * (np.asarray(scale, np.float64) + 1)
+    of_two = models.linear_of_two(x, weight, small, **options)
+    for got, matrix in zip((models.linear(x, weight, **options), *of_two), (matrices[0], *matrices), strict=True):
+        expected = rows @ matrix.T
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=1e-2 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("code", [None, "e4m3 in blocks"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 2), (1, 8), (3, 3)])

@@ -50,6 +50,7 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     layers: tuple[LayerConfig, ...] = (LayerConfig(),)  # of each layer, or one of all layers
     norm_offset: float = 0.0  # number added to the scale of every norm
+    norms_are_centred: bool = False  # whether every norm subtracts the mean first
     embedding_factor: float = 1.0  # factor on embeddings, multiplied in float32
     logit_divisor: float = 1.0  # number that divides logits, before their soft cap
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
@@ -145,7 +146,7 @@ def _init(config: DecoderConfig, seed: int) -> PyTree:
         inner, outer = draw(), draw()
 
         def param(name: str, shape: tuple[int, ...]) -> Array:
-            if len(shape) == 1:
+            if len(shape) == 1 or name.endswith("norm"):
                 if name.endswith("_scale"):
                     return jnp.ones(shape, jnp.float32)
                 return jnp.full(shape, 1 - config.norm_offset if name.endswith("norm") else 0.0, jnp.float32)

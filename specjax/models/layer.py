@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 
 from pallas_kernels.attention import Chunks, HeadNorms, Window
 from specjax.models.attention import KeyValues
-from specjax.models.linear import Norm, linear, outputs_from, rms_norm
+from specjax.models.linear import CentredNorm, Norm, linear, outputs_from, rms_norm, without_centred
 from specjax.models.rope import QueryScaling, Rope, Rotation, rotate
 from specjax.parallel.links import sum_over
 from specjax.types import Array
@@ -95,9 +95,9 @@ class Attention:
     window: int | None = None  # number of positions that a token sees, its own included; None is all
     has_bias: bool = False  # whether the query, key and value projections have biases
     has_out_bias: bool = False  # whether the output projection has a bias
-    has_head_norms: bool = False  # whether each query and key head passes through an RMSNorm
+    has_head_norms: bool = False  # whether each query and key head passes through a norm
     has_unit_norms: bool = False  # whether each query and key head is scaled to unit root mean square
-    has_wide_norms: bool = False  # whether all query heads together, and all key heads, pass through an RMSNorm
+    has_wide_norms: bool = False  # whether all query heads together, and all key heads, pass through a norm
     scale: float | None = None  # factor on the scores; None is 1 / sqrt(head_size)
     softcap: float | None = None  # cap c that turns a score s into c tanh(s / c)
     has_sinks: bool = False  # whether each head has the score of one more place, whose value is 0
@@ -113,6 +113,7 @@ class Attention:
     output_gate: OutputGate | None = None  # factors on the output, by another matrix; None for none
     query_scaling: QueryScaling | None = None  # factor on queries by their position; None is as the config says
     chunk: int | None = None  # positions of the parts of a sequence that tokens do not see beyond; None: no parts
+    norms_by_head: bool = False  # whether the norm of each head has another scale; otherwise one scale is for all heads
 
     @property
     def seen(self) -> Window:
@@ -139,7 +140,9 @@ class Attention:
         if self.has_out_bias:
             shapes["attention_out_bias"] = (config.hidden_size,)
         if self.has_head_norms:
-            shapes |= {"query_norm": (size,)} | ({} if self.keys_of is not None else {"key_norm": (size,)})
+            queries, keys = ((config.num_heads,), (config.num_kv_heads,)) if self.norms_by_head else ((), ())
+            own: Shapes = {} if self.keys_of is not None else {"key_norm": (*keys, size)}
+            shapes |= {"query_norm": (*queries, size)} | own
         if self.has_wide_norms:
             shapes |= {"query_norm": (config.num_heads * size,), "key_norm": (config.num_kv_heads * size,)}
         if self.has_sinks:
@@ -176,10 +179,12 @@ class Attention:
     def _norms_of_memory(self, config: "DecoderConfig", params: Params, call: Sublayer) -> HeadNorms | None:
         """Return the norms of heads that the memory applies, whose kernels do that in the launch that attends.
 
-        They are None where numbers change places, or are multiplied, between the norm and the memory.
+        They are None where numbers change places, or are multiplied, between the norm and the memory, and where no
+        kernel has the norm.
         """
         rope = config.rope if self.rope is None else self.rope
-        if not self.has_head_norms or rope.is_interleaved or call.query_factor is not None:
+        is_without_kernel = config.norms_are_centred or self.norms_by_head
+        if not self.has_head_norms or is_without_kernel or rope.is_interleaved or call.query_factor is not None:
             return None
         query, key = norm_of(params["query_norm"], config), params.get("key_norm")
         return HeadNorms(query.scale, key, query.epsilon, query.offset)
@@ -319,12 +324,13 @@ class LayerConfig:
 
     mixer: Any = Attention()  # or a mixer of another kind, as `delta_net.DeltaNet`; None for none
     ffn: "GatedMLP | MLP | Experts | BesideMLP | None" = GatedMLP()  # None for a layer without one
-    has_norms: bool = True  # whether the inputs of mixer and ffn pass through an RMSNorm
-    has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through an RMSNorm
+    has_norms: bool = True  # whether the inputs of mixer and ffn pass through a norm
+    has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through a norm
     residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms
     has_scale: bool = False  # whether the residual stream after the layer is multiplied by a number
     around: Around | None = None  # changes the input and the output of both; None for no change
     input: "LayerInput | None" = None  # a third sublayer, of the numbers that tokens give to layers; None for none
+    is_parallel: bool = False  # whether the ffn reads the input of the mixer, after the same norm
 
     def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
         """Return the shapes of the parameters by name.
@@ -341,7 +347,8 @@ class LayerConfig:
         if self.ffn is not None:
             shapes |= self.ffn.shapes(config)
             parts.append("mlp")
-        names = [f"{part}_norm" for part in parts if self.has_norms and (part == "mlp" or inputs is None)]
+        is_normed = {"attention": inputs is None, "mlp": not self.is_parallel}
+        names = [f"{part}_norm" for part in parts if self.has_norms and is_normed[part]]
         if self.has_post_norms:
             names += [f"{part}_post_norm" for part in parts]
         if self.has_scale:
@@ -377,7 +384,7 @@ def run_layer(
         query_factor: [B, T] float32, which multiplies the queries; None for none.
         given: [B, T, size], the numbers of the tokens for this layer; None for a layer without `input`.
         pick: function of the residual stream after the mixer [B, T, h] that returns the part [B', T', h] for which the
-            rest of the layer is run; None is all of it. The layer has no `input`.
+            rest of the layer is run; None is all of it. The layer has no `input`. A parallel layer picks from `x`, too.
 
     Returns:
         The residual stream after the layer [B, T, h], or the part of it, and the layer's cache afterwards.
@@ -388,7 +395,8 @@ def run_layer(
         stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
     stream = stream if pick is None else pick(stream)
     if layer.ffn is not None:
-        stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", stream, stream))
+        read = stream if not layer.is_parallel else x if pick is None else pick(x)
+        stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", read, stream))
     if layer.input is not None:
         assert given is not None, "the decoder gives each layer its numbers"
         stream = layer.input(config, params, stream, given)
@@ -399,7 +407,9 @@ def _enter(
     config: "DecoderConfig", layer: LayerConfig, params: Params, name: str, x: Array, residual: Array
 ) -> Sublayer:
     """Return the input of the sublayer "attention" or "mlp"."""
-    norm = _norm(config, params, name) if f"{name}_norm" in params else None
+    of_norm = "attention" if layer.is_parallel else name
+    norm = _norm(config, params, of_norm) if f"{of_norm}_norm" in params else None
+    x, norm = without_centred(x, norm)
     if layer.around is not None:
         read, finish = layer.around(config, params, name, x if norm is None else rms_norm(x, norm))
         return Sublayer(read, None, residual, finish)
@@ -461,7 +471,8 @@ def matrix_shape(config: "DecoderConfig", inputs: int, outputs: int) -> tuple[in
 
 def norm_of(scale: Array, config: "DecoderConfig") -> Norm:
     """Return the norm with this scale [D], as `rms_norm` takes it."""
-    return Norm(scale, config.norm_eps, config.norm_offset)
+    kind = CentredNorm if config.norms_are_centred else Norm
+    return kind(scale, config.norm_eps, config.norm_offset)
 
 
 def _unit_norm(config: "DecoderConfig", heads: Array) -> Array:

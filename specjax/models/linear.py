@@ -25,7 +25,7 @@ NORMED_ROWS = 8  # rows of 16 bits that a kernel norms and multiplies by a small
 class Norm(NamedTuple):
     """A root-mean-square norm. Kernels add the offset, because its sum with the scale would take a launch."""
 
-    scale: Array  # [D]
+    scale: Array  # [D], or [H, D] where each of H heads has another one
     epsilon: float
     offset: float = 0.0  # number added to the scale
 
@@ -33,6 +33,10 @@ class Norm(NamedTuple):
     def of(cls, norm: "Norm | tuple[Array, float]") -> "Norm":
         """Return a norm that may be given as scale and epsilon."""
         return norm if isinstance(norm, Norm) else cls(norm[0], norm[1])
+
+
+class CentredNorm(Norm):
+    """A norm that subtracts the mean first, as LayerNorm does. No kernel takes it with its product."""
 
 
 def with_scale(norm: Norm | None, scale: Array | None) -> Norm | None:
@@ -43,14 +47,25 @@ def with_scale(norm: Norm | None, scale: Array | None) -> Norm | None:
 def rms_norm(x: Array, norm: Norm | tuple[Array, float], axis_name: str | None = None) -> Array:
     """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale.
 
-    With an axis name the devices along it share the last axis, and each has D numbers of it.
+    A `CentredNorm` subtracts the mean before. With an axis name the devices along it share the last axis, and each has
+    D numbers of it.
     """
     scale, epsilon, offset = Norm.of(norm)
+
+    def mean(x: Array) -> Array:
+        own = jnp.mean(x, axis=-1, keepdims=True)
+        return own if axis_name is None else jax.lax.pmean(own, axis_name)
+
     x32 = x.astype(jnp.float32)
-    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt((mean if axis_name is None else jax.lax.pmean(mean, axis_name)) + epsilon)
+    x32 = x32 - mean(x32) if isinstance(norm, CentredNorm) else x32
+    x32 = x32 * jax.lax.rsqrt(mean(x32 * x32) + epsilon)
     scale = scale.astype(jnp.float32) + offset if offset else scale.astype(jnp.float32)
-    return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+    return (x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+
+
+def without_centred(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
+    """Return x after its norm if that is centred, and the norm that is left, which kernels take with their product."""
+    return (rms_norm(x, norm), None) if isinstance(norm, CentredNorm) else (x, norm)
 
 
 def lookup(table: Array | Quantized, index: Array) -> Array:
@@ -82,7 +97,8 @@ def linear(
         x: [B, T, D] floats.
         weight: [D, N], or [N, D] if `transposed`. A `Quantized` weight is always [N, D].
         transposed: whether a weight of floats is [N, D].
-        norm: scale [D], epsilon and offset of a root-mean-square norm of x, which comes first; None for none.
+        norm: scale [D], epsilon and offset of a root-mean-square norm of x, which comes first; None for none. A
+            `CentredNorm` is computed before the product.
         activation: function that the first half of the products goes through before the second half multiplies it.
         residual: [B, T, N], or [B, T, N / 2] with an activation, or what broadcasts to it: added at the end.
         dtype: of the result; None is the dtype of x.
@@ -94,7 +110,7 @@ def linear(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
-    before = None if norm is None else Norm.of(norm)
+    x, before = without_centred(x, None if norm is None else Norm.of(norm))
     if isinstance(weight, Quantized):
         transposed = True
         if weight.order is not None:
@@ -151,7 +167,7 @@ def linear_of_two(
     Raises:
         NotImplementedError: if the named implementation does not support the case.
     """
-    before = None if norm is None else Norm.of(norm)
+    x, before = without_centred(x, None if norm is None else Norm.of(norm))
     product = partial(linear, transposed=transposed, implementation=implementation)
 
     def by_xla(x: Array, small: Array, scale: Array | None) -> tuple[Array, Array]:

@@ -304,10 +304,11 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         return [own(mlp)]
     if name in ("gate_up", "gate_up_bias"):
         return [own(mlp), own(mlp, whole.mlp_size)]
-    if name in ("query_norm", "key_norm") and not _has_wide_norms(whole):
+    numbers = _numbers_of_norms(whole)
+    if name in ("query_norm", "key_norm") and not numbers:
         return []
     if name == "query_norm":
-        return [own(part.num_heads * head)]
+        return [own(part.num_heads * numbers)]
     if name in ("qkv", "qkv_bias", "key_norm", "key_scale", "value_scale"):
         copies = part.num_kv_heads * number // whole.num_kv_heads
         first = device * part.num_kv_heads // copies
@@ -316,7 +317,7 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         queries = _query_parts(whole)
         first_key = queries * whole.num_heads + first
         if name == "key_norm":
-            return [(first * head, (first + part.num_kv_heads) * head)]
+            return [(first * numbers, (first + part.num_kv_heads) * numbers)]
         firsts = [first_key + i * whole.num_kv_heads for i in range(_num_projected(whole))]
         return [own(queries * part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
@@ -327,10 +328,15 @@ def _latent_mixer(config: Config) -> LatentAttention | None:
     return latent_mixer(config.layers) if isinstance(config, DecoderConfig) else None
 
 
-def _has_wide_norms(config: Config) -> bool:
-    """Return whether norms of queries and keys go over all heads, of which a device has some."""
+def _numbers_of_norms(config: Config) -> int:
+    """Return how many places of the scales of norms of queries and keys belong to a head; 0 where all heads share them.
+
+    A device has the places of its heads.
+    """
     mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else None
-    return isinstance(mixer, Attention) and mixer.has_wide_norms
+    if not isinstance(mixer, Attention):
+        return 0
+    return 1 if mixer.norms_by_head else config.head_size if mixer.has_wide_norms else 0
 
 
 def _query_parts(config: Config) -> int:

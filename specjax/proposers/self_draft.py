@@ -23,7 +23,7 @@ from specjax.types import Array, Context, Draft, Memory, Model, ModelInput, PyTr
 from specjax.validation import is_integer, suggestion
 
 # Parameters of layers with two axes that stay as they are: `quantization` of `models.load` rounds none of them.
-AS_STORED = "router", "shared_gate", "latent_up", "experts_gate_up_bias", "experts_out_bias"
+AS_STORED = "router", "shared_gate", "latent_up", "experts_gate_up_bias", "experts_out_bias", "query_norm", "key_norm"
 
 
 @partial(

@@ -134,6 +134,7 @@ def _check_options(config: "DecoderConfig") -> None:
     plain = LayerConfig(mixer, GatedMLP(has_bias=_has_mlp_bias(first) and not has_norms))
     others = {
         "norm_offset": 0.0,
+        "norms_are_centred": False,
         "embedding_factor": 1.0,
         "logit_divisor": 1.0,
         "logit_softcap": None,
