@@ -102,6 +102,15 @@ CONFIGS = {
         "final_logit_softcapping": 8.0,
     },
     "gemma2_gelu": GEMMA | {"model_type": "gemma2", "hidden_activation": "gelu", "sliding_window": 5},
+    "cohere": LLAMA
+    | {
+        "model_type": "cohere",
+        "layer_norm_eps": 1e-3,
+        "logit_scale": 0.8333,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -399,6 +408,13 @@ VARIANTS = {
     | {"model_type": "exaone_moe", "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
     | {"moe_intermediate_size": 20, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
     | {"mlp_layer_types": ["sparse", "dense"], "tie_word_embeddings": True},
+    "cohere_untied": LLAMA | {"model_type": "cohere", "layer_norm_eps": 1e-5, "head_dim": 12},
+    "cohere2": LLAMA
+    | {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 5, "layer_norm_eps": 1e-5}
+    | {"logit_scale": 0.25, "tie_word_embeddings": True},
+    "cohere2_bias": LLAMA
+    | {"model_type": "cohere2", "num_hidden_layers": 3, "sliding_window": 4, "sliding_window_pattern": 2}
+    | {"layer_norm_eps": 1e-5, "attention_bias": True, "head_dim": 12},
     "hunyuan": LLAMA
     | {
         "model_type": "hunyuan_v1_dense",

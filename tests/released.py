@@ -5,7 +5,15 @@ from families import ALL, LLAMA3_SCALING, PARTIAL
 from specjax.models.experts import ClippedGated, Experts, Shared, SigmoidTopK, TopKSigmoid, TopKSoftmax
 from specjax.models.layer import Attention, GatedMLP, LayerConfig, OutputGate
 from specjax.models.layer_input import LayerInput
-from specjax.models.rope import Llama3Scaling, LongRopeScaling, ProportionalScaling, QueryScaling, Rope, YarnScaling
+from specjax.models.rope import (
+    NO_ROPE,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    QueryScaling,
+    Rope,
+    YarnScaling,
+)
 
 LLAMA31_SCALING = LLAMA3_SCALING | {"original_max_position_embeddings": 8192}
 SLIDING = {"window": 512}  # layers of Gemma 4
@@ -502,6 +510,68 @@ RELEASED = {
             "use_sliding_window": False,
         },
         {"rope_theta": 5e6, "norm_eps": 1e-06},
+    ),
+    "Command R+": (
+        "cohere",
+        {
+            "architectures": ["CohereForCausalLM"],
+            "attention_bias": True,  # false in the release: the tensors of the case have biases
+            "attention_dropout": 0.0,
+            "bos_token_id": 5,
+            "eos_token_id": 255001,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-05,
+            "logit_scale": 0.8333333333333334,
+            "model_max_length": 131072,
+            "model_type": "cohere",
+            "pad_token_id": 0,
+            "rope_theta": 75000000.0,
+            "torch_dtype": "float16",
+            "transformers_version": "4.40.0.dev0",
+            "use_cache": True,
+            "use_qk_norm": True,
+        },
+        {"rope_theta": 75e6, "norm_eps": 1e-5, "logit_divisor": 1.2, "max_length": 131072},
+    ),
+    "Command R7B": (
+        "cohere2",
+        {
+            "architectures": ["Cohere2ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 5,
+            "cache_implementation": "hybrid",
+            "eos_token_id": 255001,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-05,
+            "layer_switch": 4,
+            "logit_scale": 0.25,
+            "model_type": "cohere2",
+            "order_of_interleaved_layers": "local_attn_first",
+            "pad_token_id": 0,
+            "position_embedding_type": "rope_gptj",
+            "rope_scaling": None,
+            "rope_theta": 50000,
+            "rotary_pct": 1.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.48.0.dev0",
+            "use_cache": True,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+            "use_parallel_embedding": True,
+        },
+        {
+            "rope_theta": 50000.0,
+            "layers": tuple(
+                LayerConfig(Attention(window=window, rope=rope), is_parallel=True)
+                for window, rope in (*3 * ((4096, Rope(50000.0, is_interleaved=True)),), (None, NO_ROPE))
+            ),
+        },
     ),
     "Granite 3.3 2B": (
         "granite",

@@ -263,6 +263,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("glm4", {"partial_rotary_factor": 0.2}, "partial_rotary_factor in .* must turn an even number of the 16"),
         ("hunyuan", {"use_cla": True}, "use_cla in .* must be False, the only value"),
         ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope_scaling.alpha in .* must be positive"),
+        ("cohere", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        ("cohere", {"logit_scale": None}, "logit_scale in .* must be absent or have a value, got null"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm in .* must be absent"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block in .* must be True, the only value"),
+        ("cohere2", {"sliding_window": None}, "sliding_window in .* must be absent or have a value, got null"),
+        ("cohere2", {"layer_types": ["full_attention"]}, "layer_types in .* must be 4 times"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

@@ -73,6 +73,7 @@ FAST = (
     "deepseek_v3",
     "glm4",
     "hunyuan",
+    "cohere",
     "cwm_default",
     "afmoe",
     "ernie4_5_moe",

@@ -195,9 +195,9 @@ def test_parameters_are_shared_where_they_are_not_quantised():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "gemma4_moe", "deepseek_v3"])
-def test_the_copy_of_a_mixture(tmp_path, case):
-    """Whose experts have their outputs first, and whose router, biases and matrix of latents stay as they are."""
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "gemma4_moe", "deepseek_v3", "cohere"])
+def test_the_copy_of_a_checkpoint(tmp_path, case):
+    """Experts have their outputs first, and a router, biases, a matrix of latents and norms stay as they are."""
     path = families.write(tmp_path / "model", case)
     target, rounded = models.load(path), models.load(path, quantization="int8")
     copy = proposers.self_draft(target, 2, quantization="int8").model

@@ -331,9 +331,15 @@ def attention_params(
         of_query, of_key = names.query_norm, names.key_norm
         if mixer.norms_turned:
             of_query, of_key = "query_layernorm", "key_layernorm"
-        params["query_norm"] = tensors.vectors({f"{name}.{of_query}.weight": size})
+
+        def scale(stored: str, heads: int) -> Array:
+            if mixer.norms_by_head:
+                return tensors.table(f"{name}.{stored}.weight", heads, size)
+            return tensors.vectors({f"{name}.{stored}.weight": size})
+
+        params["query_norm"] = scale(of_query, config.num_heads)
         if mixer.keys_of is None:
-            params["key_norm"] = tensors.vectors({f"{name}.{of_key}.weight": size})
+            params["key_norm"] = scale(of_key, config.num_kv_heads)
     if mixer.has_wide_norms:
         params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": query})
         params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": key_value})
