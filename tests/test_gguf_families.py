@@ -237,6 +237,13 @@ CASES = {
         },
     ),
     "seed_oss": ("seed_oss", {}, {}),
+    "command-r": ("cohere", {}, {"add_layer_norm_eps": 1e-3, "add_logit_scale": 0.8333}),
+    "cohere2": (
+        "cohere2",
+        {},
+        {"add_layer_norm_eps": 1e-5, "add_logit_scale": 0.25, "add_sliding_window": 5, "add_rope_dimension_count": 8}
+        | {"add_rope_scaling_type": gguf.RopeScalingType.NONE},
+    ),
     "exaone4": (
         "exaone4",
         {},
@@ -694,6 +701,7 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
         ("gemma4", {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR}, "gemma4.rope.scaling.type in .* must be"),
         ("qwen3moe", {"add_expert_used_count": 9}, r"num_experts_per_tok in .* must be in \[1, 8\], got 9"),
         ("qwen3moe", {"add_expert_count": 7}, r"mlp.gate.weight in .* must have shape \(7, 32\), got \(8, 32\)"),
+        ("cohere2", {"add_sliding_window": 0}, r"sliding_window in .* must be in \[1, .*\], got 0"),
         ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),
         ("phi3", {"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "phi3.rope.scaling.type in .* must be"),
         ("phi3", {"add_head_count": 64}, "phi3.attention.key_length in .* must be at least 1, got 0"),

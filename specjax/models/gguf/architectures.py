@@ -23,6 +23,7 @@ OF_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+OF_LAYER_NORM = "attention.layer_norm_epsilon"  # the field with the epsilon of norms that subtract the mean
 
 
 def _as_stored(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
@@ -37,6 +38,7 @@ class Architecture:
     names: tuple[tuple[str, str], ...] = ()  # of tensors of a layer, where they differ from `OF_LAYER`
     numbers: tuple[tuple[str, str], ...] = ()  # fields with a number for each layer, and its vectors that they are
     has_halves_between: bool = False  # whether the halves of each head of queries and keys lie between each other
+    epsilon: str = "attention.layer_norm_rms_epsilon"  # the field with the epsilon of norms
     has_norm_offset: bool = False  # whether the files store one more than the scale of a norm
     has_partial_rotary: bool = False  # whether a part of each head may turn
     scalings: tuple[str, ...] = ()  # kinds of rotary scaling beside linear, whose fields `fields` reads
@@ -180,6 +182,8 @@ ARCHITECTURES = {
     "nemotron_h_moe": NEMOTRON_H,
     "lfm2": LFM2,
     "lfm2moe": replace(LFM2, fields=short_conv.lfm2_moe, has_experts=True),
+    "command-r": Architecture(fields=dense.command_r, epsilon=OF_LAYER_NORM),
+    "cohere2": Architecture(fields=dense.cohere2, epsilon=OF_LAYER_NORM),
     "exaone4": Architecture(fields=dense.three_of_four_slide, names=dense.POST_NORMS),
     "ernie4_5": Architecture(fields=dense.ernie4_5),
     "ernie4_5-moe": Architecture(

@@ -82,7 +82,7 @@ def config_of(header: Header) -> dict[str, Any]:
         "intermediate_size": widths[0],
         "head_dim": head_size,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
+        "rms_norm_eps": fields.get(architecture.epsilon, float),
         "rope_theta": fields.get("rope.freq_base", float, 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,

@@ -116,6 +116,26 @@ def olmo2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def command_r(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Command R, Command R+ and Aya."""
+    has_norms = "blk.0.attn_q_norm.weight" in fields.header.tensors
+    found = _of_cohere(fields, config) | {"model_type": "cohere", "use_qk_norm": has_norms}
+    return without_window(fields, config) | found
+
+
+def cohere2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Command R7B and Command A."""
+    number = config["num_hidden_layers"]
+    slides = fields.slides(number, [(i + 1) % 4 != 0 for i in range(number)])
+    windows = {"sliding_window": fields.get("attention.sliding_window", int), "layer_types": layer_types(slides)}
+    return _of_cohere(fields, config) | windows
+
+
+def _of_cohere(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the factor on logits and the epsilon of norms, under the names of Cohere."""
+    return {"logit_scale": fields.get("logit_scale", float), "layer_norm_eps": config["rms_norm_eps"]}
+
+
 def seed_oss(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return more fields of config.json of Seed-OSS."""
     has_out_bias = "blk.0.attn_output.bias" in fields.header.tensors
