@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import Partial
 
 from specjax import models, testing
+from specjax.models.attention import memories
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
-from specjax.models.layer import Attention, LayerConfig
+from specjax.models.layer import Attention, LayerConfig, run_layer
 from specjax.models.linear import rms_norm
 from specjax.types import ModelInput
 
@@ -90,6 +92,18 @@ def test_a_tree_mask(model):
     for i in range(2):
         alone = jnp.concatenate([ids[:, :3], ids[:, 3 + i : 4 + i]], axis=1)
         np.testing.assert_allclose(output.logits[:, i], whole(model, alone)[:, 3], atol=2e-5)
+
+
+def test_the_rest_of_a_parallel_layer_may_run_for_one_token():
+    """Its MLP reads the input of the layer and not the stream after attention, for the tokens that are picked."""
+    layer = LayerConfig(Attention(), is_parallel=True)
+    config = replace(CONFIG, num_layers=1, layers=(layer,), norms_are_centred=True)
+    params = jax.tree.map(lambda x: 4 * x, init_params(config, 0)["layers"][0])
+    x, inputs = jax.random.normal(jax.random.key(1), (2, 5, 32)), ModelInput(tokens(5), positions(0, 5))
+    (memory,) = memories(inputs, None, (None,))
+    last = Partial(lambda stream: stream[:, -1:])
+    (all_tokens, _), (one, _) = (run_layer(config, layer, params, x, None, memory, pick=pick) for pick in (None, last))
+    np.testing.assert_allclose(one, all_tokens[:, -1:], atol=2e-5)
 
 
 def test_a_window_counts_positions(model):
