@@ -219,6 +219,7 @@ class TestPrompts:
         [
             (5, "prompts must be a string, or a list of strings or of token ids, got 5"),
             (b"abc", "prompts must be a string, or a list of strings or of token ids, got b'abc'"),
+            (np.array(5), r"prompts must be a string, or a list of strings or of token ids, got array\(5\)"),
             ([b"abc"], r"prompts\[0\] must be a string or a list of token ids, got b'abc'"),
             ([bytearray(b"a")], r"prompts\[0\] must be a string or a list of token ids, got bytearray"),
             ([[True, 2]], r"prompts\[0\] must be a string or a list of token ids, got \[True, 2\]"),

@@ -475,6 +475,8 @@ class TestParams:
             *(("n", x) for x in (0, 1.5, None, True)),
             *(("best_of", x) for x in (0, 1.5, "2")),
             *((name, x) for name in ("logprobs", "prompt_logprobs") for x in (-1, 1.5, True)),
+            *((name, 10**400) for name in ("temperature", "top_p", "presence_penalty", "repetition_penalty")),
+            *((name, np.array(3)) for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")),
             *((name, 1) for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output")),
             *(("spaces_between_special_tokens", x) for x in (None, "yes")),
             *(("truncate_prompt_tokens", x) for x in (0, -1, 1.5)),

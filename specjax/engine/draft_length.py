@@ -18,7 +18,7 @@ from specjax.decoding.drafters import num_fed, with_num_draft_tokens, with_tree
 from specjax.proposers import DraftModel, WithinBudget
 from specjax.theory import StepTimes
 from specjax.types import Proposer
-from specjax.validation import is_integer
+from specjax.validation import is_integer, is_iterable
 
 CHOICES = (0, 2, 4, 6, 8)  # values of K; the step is compiled once for each value that gets used
 FADE = 0.9  # factor on past counts at each step; old failures fade, so drafts are tried again after some plain steps
@@ -334,8 +334,11 @@ def check_choice(
         ValueError: an argument has a wrong type, the arguments exclude each other, or the table lacks a K.
     """
     given = draft_lengths
-    if not (draft_lengths is None or isinstance(draft_lengths, Collection)):
-        raise ValueError(f"draft_lengths must be None or a sequence of integers, got {draft_lengths!r}")
+    if draft_lengths is not None:
+        is_list = isinstance(draft_lengths, Collection) and is_iterable(draft_lengths)
+        if not (is_list and all(map(is_integer, draft_lengths))):
+            raise ValueError(f"draft_lengths must be None or a sequence of integers, got {draft_lengths!r}")
+        draft_lengths = tuple(draft_lengths)
     if not (choose_draft_length is None or callable(choose_draft_length)):
         raise ValueError(f"choose_draft_length must be None or a function, got {choose_draft_length!r}")
     if step_times is not None and draft_lengths is None:

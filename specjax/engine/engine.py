@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import itertools
-import math
 import threading
 import time
 import weakref
@@ -32,7 +31,7 @@ from specjax.engine.pending import Pending, wake
 from specjax.engine.report import log_caches
 from specjax.engine.requests import Piece, Result, Samples
 from specjax.engine.scheduler import Scheduler
-from specjax.engine.sizes import checked_prompt_sizes, default_sizes
+from specjax.engine.sizes import checked_prompt_sizes, checked_step_sizes, default_sizes
 from specjax.engine.slots import Slots, keeps_rows
 from specjax.engine.stats import Stats, Sums
 from specjax.engine.step_times import as_step_times
@@ -42,12 +41,14 @@ from specjax.sampling.capacities import Capacities, Needs, check_grammar, needs_
 from specjax.sampling.guided import Grammar, Source, vocabulary
 from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
-from specjax.validation import as_python, is_integer
+from specjax.validation import as_python, is_integer, is_iterable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specjax.engine.llm import LLM
+
+MOST = 2**31 - 1  # numbers of slots, of pages and of tokens are int32
 
 
 class QueueFull(RuntimeError):
@@ -195,21 +196,24 @@ class Engine:
         optional = ("num_pages", num_pages, 1), ("chunks_per_step", chunks_per_step, 1), ("max_waiting", max_waiting, 0)
         numbers += [each for each in optional if each[1] is not None]
         for name, number, least in numbers:
-            if not (is_integer(number) and number >= least):
-                raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
+            if not (is_integer(number) and least <= number <= MOST):
+                raise ValueError(f"{name} must be an integer in [{least}, {MOST}], got {number!r}")
         check_eos_token_ids(eos_token_ids, model.vocab_size)
         if not (capacities is None or isinstance(capacities, Capacities)):
             raise ValueError(f"capacities must be None or Capacities, got {capacities!r}")
-        is_sequence = warm_up is None or isinstance(warm_up, Collection)
-        if not (is_sequence and all(isinstance(each, SamplingParams) for each in warm_up or ())):
+        expected_params = () if warm_up is None else warm_up
+        is_sequence = isinstance(expected_params, Collection) and is_iterable(expected_params)
+        if not (is_sequence and all(isinstance(each, SamplingParams) for each in expected_params)):
             raise ValueError(f"warm_up must be None or SamplingParams of requests to expect, got {warm_up!r}")
         prompt_sizes, tile_size = checked_prompt_sizes(prompt_sizes, chunk_size, num_slots)
-        proposer = proposer or proposers.none()
+        proposer = proposers.none() if proposer is None else proposer
         times = as_step_times(step_times)
         draft_lengths, draft_length = check_choice(draft_lengths, choose_draft_length, times, proposer)
+        grammar_seconds = as_python(grammar_seconds)
         is_number = isinstance(grammar_seconds, int | float) and not isinstance(grammar_seconds, bool)
-        if not (is_number and 0 < grammar_seconds < math.inf):
-            raise ValueError(f"grammar_seconds must be positive and finite, got {grammar_seconds!r}")
+        if not (is_number and 0 < grammar_seconds <= threading.TIMEOUT_MAX):
+            expected = f"positive and at most {threading.TIMEOUT_MAX:.0f}"
+            raise ValueError(f"grammar_seconds must be {expected}, got {grammar_seconds!r}")
         takes_pages = model.takes_pages and in_memory(proposer).takes_pages
         tables = pool = None
         if takes_pages:
@@ -232,6 +236,7 @@ class Engine:
         self._capacities = capacities or Capacities()
         if step_sizes is None:
             step_sizes = [size for size in defaults.step_sizes if size < num_slots]
+        step_sizes = checked_step_sizes(step_sizes, num_slots)
         has_one_length = draft_lengths is None or len(set(draft_lengths)) == 1
         sizes = step_sizes, num_slots, [size for size in prompt_sizes if size <= chunk_size]
         if mixed_sizes is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specjax.sampling import SamplingParams
-from specjax.validation import holds_booleans, is_integer
+from specjax.validation import holds_booleans, is_integer, is_iterable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def check_eos_token_ids(eos_token_ids: Any, vocab_size: int) -> None:
     """Raise ValueError unless the end-of-sequence tokens are ids of a vocabulary."""
-    is_list = isinstance(eos_token_ids, Collection) and not isinstance(eos_token_ids, bytes | bytearray | Mapping)
+    is_list = isinstance(eos_token_ids, Collection) and is_iterable(eos_token_ids)
+    is_list = is_list and not isinstance(eos_token_ids, bytes | bytearray | Mapping)
     are_ids = is_list and all(map(is_integer, eos_token_ids))
     if not (are_ids and all(0 <= token < vocab_size for token in eos_token_ids)):
         raise ValueError(f"eos_token_ids must be ids in [0, {vocab_size}), got {eos_token_ids!r}")

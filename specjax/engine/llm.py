@@ -1,7 +1,7 @@
 """Generate text from text: a target model with its tokenizer and a proposer of drafts."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from specjax.proposers.mtp import is_of_target
 from specjax.sampling import SamplingParams
 from specjax.theory import StepTimes
 from specjax.types import Model, Proposer, Verifier
-from specjax.validation import as_python, is_integer, suggestion
+from specjax.validation import as_python, is_integer, is_iterable, suggestion
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -372,7 +372,7 @@ class LLM:
         """
         if isinstance(prompts, str):
             prompts = [prompts]
-        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        if not is_iterable(prompts) or isinstance(prompts, bytes | Mapping):
             raise ValueError(f"prompts must be a string, or a list of strings or of token ids, got {prompts!r}")
         prompts = list(prompts)
         params = SamplingParams() if params is None else params

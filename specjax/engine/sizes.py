@@ -74,6 +74,17 @@ def checked_prompt_sizes(
     return sizes, None if defaults.tile is None else math.gcd(defaults.tile, *sizes)
 
 
+def checked_step_sizes(sizes: Sequence[int], num_slots: int) -> tuple[int, ...]:
+    """Return the numbers of slots below `num_slots` that a step may compute, the smallest first.
+
+    Raises:
+        ValueError: the sizes are no such numbers.
+    """
+    if not isinstance(sizes, Sequence) or not all(is_integer(size) and 1 <= size < num_slots for size in sizes):
+        raise ValueError(f"step_sizes must be integers in [1, num_slots - 1 = {num_slots - 1}], got {sizes!r}")
+    return tuple(sorted(set(sizes)))
+
+
 @cache
 def cheapest(num_tokens: int, sizes: tuple[int, ...], overhead: int) -> tuple[int, int]:
     """Return the cost of the calls that feed so many tokens at the least cost, and the size of the first and largest.

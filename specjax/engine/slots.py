@@ -30,6 +30,7 @@ from specjax.engine.draft_length import name_of_drafts, with_draft_lengths
 from specjax.engine.empty_slots import empty_on_devices
 from specjax.engine.held import Held, feed_held, hold_step, may_hold
 from specjax.engine.report import Programs, name_of_chunks, name_of_step
+from specjax.engine.sizes import checked_step_sizes
 from specjax.engine.slot_calls import Chunk, Output, chunk_at, mixed_step, packed, prefill_chunk, step, takes_packed
 from specjax.engine.slot_rows import Row, evict, insert, kept_of, request, with_grammars, with_kept, with_pages
 from specjax.models.decoder import with_room
@@ -37,7 +38,6 @@ from specjax.parallel import OnMesh, put
 from specjax.parallel.turns import in_turn
 from specjax.sampling.capacities import Capacities, Needs, neutral
 from specjax.types import Model, Proposer, PyTree, Scorer, Verifier
-from specjax.validation import is_integer
 
 MIXED_USE = Needs.CUT  # what mixed steps compute; the parameters beyond it take a step of many slots longer
 COMPILED_AT_A_TIME = min(4, os.cpu_count() or 1)  # programs, while others are traced
@@ -517,11 +517,10 @@ def _with_room(proposer: Proposer, room: int) -> Proposer:
 
 def _step_sizes(model: Model, num_slots: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of slots that steps compute, the smallest first and all of them last."""
-    if not isinstance(sizes, Sequence) or not all(is_integer(size) and 1 <= size < num_slots for size in sizes):
-        raise ValueError(f"step_sizes must be integers in [1, num_slots - 1 = {num_slots - 1}], got {sizes!r}")
+    sizes = checked_step_sizes(sizes, num_slots)
     if isinstance(model.apply, OnMesh) and model.apply.batch_axis is not None:
         return (num_slots,)
-    return (*sorted(set(sizes)), num_slots)
+    return (*sizes, num_slots)
 
 
 def _readable(function: Callable) -> Callable:

@@ -10,7 +10,7 @@ import numpy as np
 from specjax.sampling.guided.sources import Source
 from specjax.sampling.guided.tables import Grammar
 from specjax.types import Array, Context
-from specjax.validation import as_python, is_integer
+from specjax.validation import as_python, is_integer, is_iterable
 
 LogitsProcessor = Callable[[Array, Context], Array]
 
@@ -167,7 +167,7 @@ class SamplingParams:
         def as_tuple(name: str) -> tuple:
             value = getattr(self, name)
             value = () if value is None else (value,) if isinstance(value, str) else value
-            self._require(name, "a sequence", isinstance(value, Iterable) and not isinstance(value, _NO_SEQUENCES))
+            self._require(name, "a sequence", is_iterable(value) and not isinstance(value, _NO_SEQUENCES))
             return tuple(value)
 
         stop = as_tuple("stop")
@@ -181,7 +181,7 @@ class SamplingParams:
         allowed = None if self.allowed_token_ids is None else as_tuple("allowed_token_ids")
         self._require("allowed_token_ids", f"None or one or more {_IDS}", allowed != () and _are_ids(allowed or ()))
         bad_words = tuple(
-            tuple(word) if isinstance(word, Iterable) and not isinstance(word, str | Set | _NO_SEQUENCES) else word
+            tuple(word) if is_iterable(word) and not isinstance(word, str | Set | _NO_SEQUENCES) else word
             for word in as_tuple("bad_words")
         )
         are_words = all(_is_text(w) or (isinstance(w, tuple) and w and _are_ids(w)) for w in bad_words)
@@ -223,8 +223,8 @@ def _as_ids(values: Iterable[Any]) -> tuple[int, ...]:
 
 def _is_positive(value: Any) -> bool:
     """Return whether a number is positive and finite in float32, where devices may treat denormal numbers as 0."""
-    return _is_number(value) and _LEAST <= float(value) <= _MOST
+    return _is_number(value) and _LEAST <= as_python(value) <= _MOST
 
 
 def _is_number(value: Any) -> bool:
-    return (is_integer(value) or isinstance(value, float | np.floating)) and math.isfinite(value)
+    return is_integer(value) or (isinstance(value, float | np.floating) and math.isfinite(value))

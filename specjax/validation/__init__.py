@@ -9,6 +9,7 @@ from specjax.validation.arguments import (
     check_shapes,
     holds_booleans,
     is_integer,
+    is_iterable,
     is_traced,
     suggestion,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "check_shapes",
     "holds_booleans",
     "is_integer",
+    "is_iterable",
     "is_traced",
     "suggestion",
 ]

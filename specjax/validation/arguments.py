@@ -20,6 +20,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_iterable(value: object) -> bool:
+    """Return whether `value` has elements; an array without axes has the method for them, but none."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+
+
 def holds_booleans(value: object) -> bool:
     """Return whether a list or a tuple holds True or False, which an array of numbers would take for 1 or 0."""
     if isinstance(value, list | tuple):
