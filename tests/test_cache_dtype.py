@@ -237,7 +237,7 @@ def test_wrong_scales_are_refused(tmp_path, scales, quantization, message):
     models.load(directory)  # nothing reads them
 
 
-@pytest.mark.parametrize("wrong, hint", [("int8", ""), ("f8", "; did you mean 'fp8'"), ("", ""), (8, "")])
+@pytest.mark.parametrize("wrong, hint", [("int8", ""), ("f8", "; did you mean 'fp8'"), ("", ""), (8, ""), ({}, "")])
 def test_other_dtypes_are_refused(wrong, hint):
     message = f"cache_dtype must be None or 'fp8', got {wrong!r}{hint}"
     for call in (specjax.LLM, partial(models.load, models.EMBEDDED / "target")):

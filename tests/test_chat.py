@@ -5,6 +5,7 @@ import re
 import sys
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 from test_tokenizer import make_tokenizer
 
@@ -218,7 +219,7 @@ def test_values_that_json_does_not_have(tmp_path, jinja2):
         render(Checkpoint(tmp_path), [{"role": "user", "content": object()}])
 
 
-@pytest.mark.parametrize("messages", [[], ["hello"], [{"content": "hello"}]])
+@pytest.mark.parametrize("messages", [[], 5, np.ones(2), ["hello"], [{"content": "hello"}]])
 def test_bad_messages(messages, tmp_path):
     with pytest.raises(ValueError, match='messages must be mappings with "role" and "content"'):
         render(Checkpoint(tmp_path), messages)

@@ -328,6 +328,8 @@ def test_wrong_quantizations(tmp_path):
         models.load(path, quantization="int4")
     with pytest.raises(ValueError, match=r"quantization must be None, 'int8', 'int4', 'fp8', got 'int9'; did you mean"):
         models.load(floats, quantization="int9")
+    with pytest.raises(ValueError, match=r"quantization must be None, .* got array\(\['int8', 'int4'\]"):
+        models.load(floats, quantization=np.array(["int8", "int4"]))
     with pytest.raises(ValueError, match=r"draft_quantization must be None, .* got 'int2'"):
         specjax.LLM(draft_quantization="int2")
     with pytest.raises(ValueError, match="draft_quantization must be None unless draft is a checkpoint"):

@@ -47,7 +47,8 @@ def render(
             write; the checkpoint has no chat template; or the template refuses the messages, or takes too much time or
             memory.
     """
-    if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+    is_list = isinstance(messages, Sequence) and len(messages) > 0
+    if not (is_list and all(isinstance(message, Mapping) and "role" in message for message in messages)):
         raise ValueError(f'messages must be mappings with "role" and "content", at least one, got {messages!r}')
     with needs("chat"):
         if find_spec("jinja2") is None:

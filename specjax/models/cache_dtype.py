@@ -25,7 +25,7 @@ _PARAMS = {"k": "key_scale", "v": "value_scale"}
 
 def check_cache_dtype(cache_dtype: str | None) -> None:
     """Raise ValueError unless a cache may have this dtype."""
-    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
+    if cache_dtype is not None and not (isinstance(cache_dtype, str) and cache_dtype in CACHE_DTYPES):
         hint = suggestion(cache_dtype, CACHE_DTYPES)
         raise ValueError(f"cache_dtype must be None or {', '.join(map(repr, CACHE_DTYPES))}, got {cache_dtype!r}{hint}")
 

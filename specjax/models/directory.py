@@ -31,7 +31,7 @@ TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 def check_quantization(name: str, quantization: str | None) -> None:
     """Raise ValueError unless weights may be rounded to a format; errors call it `name`."""
-    if quantization is not None and quantization not in FORMATS:
+    if quantization is not None and not (isinstance(quantization, str) and quantization in FORMATS):
         hint = suggestion(quantization, FORMATS)
         raise ValueError(f"{name} must be None, {', '.join(map(repr, FORMATS))}, got {quantization!r}{hint}")
 
