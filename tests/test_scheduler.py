@@ -682,6 +682,29 @@ def test_calls_without_tiles_feed_one_prompt(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
+def test_a_call_that_is_longer_than_the_rest_of_a_chunk_ends_with_it(device, monkeypatch):
+    """A recurrent state would have the tokens after the chunk twice, and others would share it."""
+    fed = []
+
+    def prefill(slots, chunks, *args, **options):
+        fed.extend((slots[0], chunk.inputs.positions[0, 0], int(chunk.inputs.num_tokens[0])) for chunk in chunks)
+        return Slots.prefill(device, slots, chunks, *args, **options)
+
+    monkeypatch.setattr(device, "prefill", prefill)
+    monkeypatch.setattr(device, "tile_size", None)
+    tables = PageTables(PLENTY, PAGE_SIZE, MAX_LENGTH // PAGE_SIZE, CHUNK)
+    scheduler = Scheduler(device, tables, CHUNK, EOS, prompt_sizes=[2, 4], chunks_per_step=1)
+    params = replace(KINDS[0], stop_token_ids=None, ignore_eos=True, max_tokens=1)
+    requests = [replace_params(some_jobs(1, 9, [params])[0], max_tokens=1) for _ in range(3)]
+    for request, length in zip(requests, (2, 4, CHUNK + 1), strict=True):
+        request.prompt = np.arange(length, length * 2, dtype=np.int32)
+        scheduler.add(job_of(request))
+    while scheduler.advance():
+        pass
+    assert [(start, count) for slot, start, count in fed if slot == 2] == [(0, 2), (2, CHUNK - 2), (CHUNK, 1)]
+
+
+@pytest.mark.parametrize("device", [PLENTY], indirect=True)
 def test_no_schedule_changes_a_token(device, monkeypatch):
     """Mixed steps or none, of all sizes, at random times, with few pages or many, preempted and cancelled jobs."""
     requests = some_jobs(12, 7, [replace(params, logits_processors=None) for params in KINDS])

@@ -330,7 +330,8 @@ class Scheduler:
                 self._device.put_back(seat.slot, seat.kept)
                 seat.kept = None
             used = -(-count // tile)
-            chunks.append(chunk_at(np.array(job.tokens, np.int32), seat.num_computed, used * tile, features))
+            tokens = np.array(job.tokens, np.int32)
+            chunks.append(chunk_at(tokens, seat.num_computed, used * tile, features, count))
             fed.append(job)
             counts.append(count)
             num_left -= used

@@ -26,10 +26,14 @@ class Chunk(NamedTuple):
     previous: PyTree  # features of the token before the chunk, [1, ...]; of a packed call a tuple of S such trees
 
 
-def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree) -> Chunk:
-    """Return the chunk of `size` tokens that begins at `start` in tokens [length] int32, padded at their end."""
+def chunk_at(tokens: np.ndarray, start: int, size: int, previous: PyTree, count: int | None = None) -> Chunk:
+    """Return the chunk of `size` tokens that begins at `start` in tokens [length] int32, padded at their end.
+
+    It has `count` of the tokens, and padding after them; None is as many as there are.
+    """
+    count = size if count is None else count
     part, following = (np.full((1, size), fill, np.int32) for fill in (0, -1))
-    fed, later = tokens[start : start + size], tokens[start + 1 : start + 1 + size]
+    fed, later = tokens[start : start + count], tokens[start + 1 : start + 1 + count]
     part[0, : len(fed)], following[0, : len(later)] = fed, later
     inputs = ModelInput(
         tokens=of_host(part),
