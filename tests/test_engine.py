@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -38,11 +39,12 @@ from test_slots import (
 
 from specjax import Capacities, SamplingParams, guided, proposers, verifiers
 from specjax.engine import grammar_compiler, memory
-from specjax.engine.draft_length import ByFunction
+from specjax.engine.draft_length import ByFunction, check_choice
 from specjax.engine.engine import Engine, QueueFull
 from specjax.engine.inputs import key_data
 from specjax.engine.mixed_sizes import mixed_sizes_of
 from specjax.engine.scheduler import NoTokenError
+from specjax.engine.sizes import checked_prompt_sizes, checked_step_sizes
 from specjax.engine.slots import Slots
 from specjax.theory import StepTimes
 
@@ -590,6 +592,14 @@ TIMES = StepTimes({1: {0: 1.0, 3: 2.0}})
 def test_bad_sizes(target, options, message):
     with pytest.raises(ValueError, match=message):
         engine_of(target, make_proposer("ngram", None), **options)
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    """The name of the file with the seconds of steps has them, as JSON."""
+    lengths, _ = check_choice(np.array([0, 2]), None, None, proposers.ngram(2))
+    prompt_sizes, _ = checked_prompt_sizes([np.int8(4)], 8, NUM_SLOTS)
+    sizes = lengths, checked_step_sizes([np.int8(2)], NUM_SLOTS), prompt_sizes
+    assert json.loads(json.dumps(sizes)) == [[0, 2], [2], [4, 8]]
 
 
 def test_other_things_than_a_model():

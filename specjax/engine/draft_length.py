@@ -338,7 +338,7 @@ def check_choice(
         is_list = isinstance(draft_lengths, Collection) and is_iterable(draft_lengths)
         if not (is_list and all(map(is_integer, draft_lengths))):
             raise ValueError(f"draft_lengths must be None or a sequence of integers, got {draft_lengths!r}")
-        draft_lengths = tuple(draft_lengths)
+        draft_lengths = tuple(map(int, draft_lengths))
     if not (choose_draft_length is None or callable(choose_draft_length)):
         raise ValueError(f"choose_draft_length must be None or a function, got {choose_draft_length!r}")
     if step_times is not None and draft_lengths is None:

@@ -70,7 +70,7 @@ def checked_prompt_sizes(
         sizes = [size for size in defaults.prompts if size <= chunk_size * num_slots]
     if not isinstance(sizes, Sequence) or not all(is_integer(size) and size >= 1 for size in sizes):
         raise ValueError(f"prompt_sizes must be integers >= 1, numbers of tokens, got {sizes!r}")
-    sizes = tuple(sorted({*sizes, chunk_size}))
+    sizes = tuple(sorted({*map(int, sizes), chunk_size}))
     return sizes, None if defaults.tile is None else math.gcd(defaults.tile, *sizes)
 
 
@@ -82,7 +82,7 @@ def checked_step_sizes(sizes: Sequence[int], num_slots: int) -> tuple[int, ...]:
     """
     if not isinstance(sizes, Sequence) or not all(is_integer(size) and 1 <= size < num_slots for size in sizes):
         raise ValueError(f"step_sizes must be integers in [1, num_slots - 1 = {num_slots - 1}], got {sizes!r}")
-    return tuple(sorted(set(sizes)))
+    return tuple(sorted(set(map(int, sizes))))
 
 
 @cache
