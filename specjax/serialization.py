@@ -11,7 +11,7 @@ from specjax.decode import Info, State
 from specjax.decoding.log_probs import LogProbs
 from specjax.distributions import Normalized, Residual
 from specjax.metrics import Totals
-from specjax.models.linear import Norm
+from specjax.models.linear import CentredNorm, Norm
 from specjax.pages import Pages
 from specjax.prompts import Fed
 from specjax.proposers.drawing import Reduced
@@ -36,7 +36,7 @@ from specjax.types import (
 RECORDS = (
     *(Categorical, Chunk, Context, Draft, DraftTree, Features, ModelInput, ModelOutput, Verified),
     *(Normalized, Residual, LogProbs, Totals, Sampling, Guide),
-    *(Info, State, Fed, Pending, Reduced, Counts, Children, Norm),
+    *(Info, State, Fed, Pending, Reduced, Counts, Children, Norm, CentredNorm),
 )
 
 for record in RECORDS:

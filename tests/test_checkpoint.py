@@ -206,7 +206,7 @@ def test_dtype_must_be_a_float_of_the_decoder(tmp_path, dtype):
     [
         (
             {"model_type": "mamba"},
-            "^specjax has no family 'mamba', .*; it has afmoe, arcee, .*/models.md.*own-models.md",
+            "^specjax has no family 'mamba', .*; it has afmoe, apertus, .*/models.md.*own-models.md",
         ),
         ({"model_type": None}, "config.json must have the field model_type"),
         ({"model_type": ["llama"]}, "model_type .* must be str, got"),
