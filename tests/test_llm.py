@@ -642,6 +642,8 @@ class TestBadInput:
             ({"model": ""}, "model must be a directory with a Hugging Face checkpoint, .*, got ''"),
             ({"draft": ""}, "draft must be a directory with a Hugging Face checkpoint, .*, got ''"),
             ({"draft": 3}, "draft must be a directory, 'ngram', 'self', 'mtp' or a proposer, got int"),
+            ({"draft": np.zeros(2)}, "draft must be a directory, 'ngram', 'self', 'mtp' or a proposer, got ndarray"),
+            ({"num_draft_tokens": np.zeros(2)}, "num_draft_tokens must be an integer >= 0 or 'auto', got array"),
             ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16, got int8"),
         ],
     )

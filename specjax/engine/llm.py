@@ -147,6 +147,12 @@ class LLM:
     ):
         num_draft_tokens, tensor_parallel = as_python(num_draft_tokens), as_python(tensor_parallel)
         max_length, num_slots, drafts_per_row = as_python(max_length), as_python(num_slots), as_python(drafts_per_row)
+        if isinstance(num_draft_tokens, str):
+            is_known = num_draft_tokens == "auto"
+        else:
+            is_known = is_integer(num_draft_tokens) and num_draft_tokens >= 0
+        if not is_known:
+            raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         is_auto = num_draft_tokens == "auto"
         nodes = numbers_of_nodes(tree, is_auto)
         largest = nodes[-1] if nodes else None
@@ -163,8 +169,6 @@ class LLM:
             of_chains = CHOICES if times is None else table_lengths(times)
             longest = nodes[0] - 2 if nodes else max(of_chains) - (0 if times is None else drafts_per_row or 0)
             num_draft_tokens = max((k for k in of_chains if k <= longest), default=0)
-        if not is_integer(num_draft_tokens) or num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens must be an integer >= 0 or 'auto', got {num_draft_tokens!r}")
         _check_options(verifier, num_slots)
         if not (is_integer(tensor_parallel) and 1 <= tensor_parallel <= jax.device_count()):
             most = jax.device_count()
@@ -550,24 +554,23 @@ def _find_draft(
     draft: str | Path | Proposer | None, num_draft_tokens: int, target: Checkpoint, quantization: str | None
 ) -> Checkpoint | Proposer | Literal["self"]:
     """Return the checkpoint of a draft, a proposer where none has to be loaded, or "self", which needs the target."""
-    if quantization is not None and (draft in ("ngram", "mtp") or not isinstance(draft, str | Path)):
+    is_named = isinstance(draft, str | Path)
+    if not (is_named or draft is None or hasattr(draft, "propose")):
+        raise ValueError(f"draft must be a directory, 'ngram', 'self', 'mtp' or a proposer, got {type(draft).__name__}")
+    if quantization is not None and (not is_named or draft in ("ngram", "mtp")):
         raise ValueError(
             f"draft_quantization must be None unless draft is a checkpoint or 'self', got {quantization!r}"
         )
+    if not is_named:
+        return proposers.none() if draft is None or num_draft_tokens == 0 else draft
     if draft == "self" and num_draft_tokens > 0:
         return "self"
     if draft == "mtp" and num_draft_tokens > 0:
         return target
     if draft in ("ngram", "self", "mtp"):
         return proposers.ngram(num_draft_tokens) if num_draft_tokens > 0 else proposers.none()
-    if isinstance(draft, str | Path):
-        directory = find_drafter(draft)
-        if num_draft_tokens == 0:
-            return proposers.none()
-        is_target = (directory, quantization) == (target.directory, target.quantization)
-        return target if is_target else Checkpoint(directory, quantization, keep_codes=target.keep_codes)
-    if draft is None:
+    directory = find_drafter(draft)
+    if num_draft_tokens == 0:
         return proposers.none()
-    if not hasattr(draft, "propose"):
-        raise ValueError(f"draft must be a directory, 'ngram', 'self', 'mtp' or a proposer, got {type(draft).__name__}")
-    return draft if num_draft_tokens > 0 else proposers.none()
+    is_target = (directory, quantization) == (target.directory, target.quantization)
+    return target if is_target else Checkpoint(directory, quantization, keep_codes=target.keep_codes)
