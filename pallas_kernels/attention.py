@@ -185,6 +185,11 @@ def stored(x: Array, dtype: jnp.dtype, scale: Array | None = None) -> Array:
     return x.astype(dtype)
 
 
+def in_pool(page: Array, layout: Layout) -> Array:
+    """Return whether numbers are pages of the pool; others stand for no page."""
+    return (page >= 0) & (page < layout.num_pages)
+
+
 def locate(cached: Cached, slot: Array) -> tuple[Array, Array]:
     """Return the pages and the indices in them of slots [N]; slots past the last one lie past the end of its page."""
     layout = cached.layout
@@ -233,7 +238,7 @@ def walk(
         place, mask = slot, slot < end
         if cached.pages_ref is not None:
             place = slot % layout.page_size
-            mask &= (page >= 0) & (page < layout.num_pages)
+            mask &= in_pool(page, layout)
             page = jnp.clip(page, 0, layout.num_pages - 1)
         index = page[:, None] if page.ndim else page, place[:, None], cached.kv_head
         where = index, layout, mask[:, None] if has_part else None
@@ -298,7 +303,7 @@ def write_new(
     value_index = sequence, token[:, None], num_heads - kv_heads + kv_head
     values = load_heads(new.heads_ref, value_index, layout, exists[:, None])
     page, place = locate(cached, slot)
-    fits = exists & (slot < layout.num_slots) & (page >= 0) & (page < layout.num_pages) & is_writer
+    fits = exists & (slot < layout.num_slots) & in_pool(page, layout) & is_writer
     dtype = cached.key_ref.dtype
     keys, values = stored(keys, dtype, cached.key_scale), stored(values, dtype, cached.value_scale)
     for ref, heads in zip(caches_out, (keys, values), strict=True):

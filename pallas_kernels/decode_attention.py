@@ -27,6 +27,7 @@ from pallas_kernels.attention import (
     as_factors,
     attend,
     first_inside,
+    in_pool,
     layout_of,
     load_queries,
     load_sinks,
@@ -271,7 +272,7 @@ def _slots_of(split: Array, cached: Cached, first: Array, plan: _Plan) -> tuple[
     if cached.pages_ref is None:
         return begin, end
     page, _ = locate(cached, first)
-    return begin, jnp.where((page >= 0) & (page < plan.layout.num_pages), end, begin)
+    return begin, jnp.where(in_pool(page, plan.layout), end, begin)
 
 
 def _seen_of_new(inputs: _Inputs, sequence: Array, queries: _Queries, plan: _Plan) -> Array:

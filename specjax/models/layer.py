@@ -395,7 +395,9 @@ def run_layer(
         stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
     stream = stream if pick is None else pick(stream)
     if layer.ffn is not None:
-        read = stream if not layer.is_parallel else x if pick is None else pick(x)
+        read = stream
+        if layer.is_parallel:
+            read = x if pick is None else pick(x)
         stream = layer.ffn(config, params, _enter(config, layer, params, "mlp", read, stream))
     if layer.input is not None:
         assert given is not None, "the decoder gives each layer its numbers"

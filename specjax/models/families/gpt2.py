@@ -50,10 +50,7 @@ def _params(config: opt.OPTConfig, tensors: Tensors) -> PyTree:
         return {"weight": weight, "bias": tensors.vectors({f"{name}.bias": outputs})}
 
     def norm(name: str) -> dict[str, Array]:
-        return {
-            "scale": tensors.vectors({f"{name}.weight": hidden}),
-            "bias": tensors.vectors({f"{name}.bias": hidden}),
-        }
+        return opt.norm_params(tensors, name, hidden)
 
     def layer(name: str) -> PyTree:
         return {

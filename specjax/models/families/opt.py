@@ -180,6 +180,11 @@ def size_of_head(config: ConfigFile, hidden: str, heads: str) -> int:
     return hidden_size // num_heads
 
 
+def norm_params(tensors: Tensors, name: str, size: int) -> dict[str, Array]:
+    """Read the scale and the bias [size] of a norm."""
+    return {"scale": tensors.vectors({f"{name}.weight": size}), "bias": tensors.vectors({f"{name}.bias": size})}
+
+
 def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
     """Read the parameters as `_init` names them."""
     hidden, mlp = config.hidden_size, config.mlp_size
@@ -191,10 +196,7 @@ def _params(config: OPTConfig, tensors: Tensors) -> PyTree:
         }
 
     def norm(name: str) -> dict[str, Array]:
-        return {
-            "scale": tensors.vectors({f"{name}.weight": hidden}),
-            "bias": tensors.vectors({f"{name}.bias": hidden}),
-        }
+        return norm_params(tensors, name, hidden)
 
     def layer(name: str) -> PyTree:
         return {
