@@ -23,13 +23,20 @@ from pallas_kernels.prompt_attention import prompt_attention
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 SHORT, LONG, REPEATS = 20, 220, 5  # calls of a short and a long loop, and timed runs of each
-FEW = ("1x1x512", "1x6x512", "8x1x4096", "64x1x512", "64x4x512", "64x1x4096", "1x64x4096")
+FEW = ("1x1x512", "1x6x512", "8x1x4096", "64x1x512", "64x4x512", "64x1x4096", "63x1x400+1x1x8000", "1x64x4096")
 MANY = ("1x512x0", "1x512x8192", "1x2048x0", "1x2048x6144", "1x8192x0", "8x512x0")
+
+
+def sizes_of(row: str) -> tuple[int, list[int]]:
+    """Return the new tokens of each sequence, and the filled slots of each, of a row such as 63x1x400+1x1x8000."""
+    groups = [[int(size) for size in group.split("x")] for group in row.split("+")]
+    return groups[0][1], [start for batch, _, start in groups for _ in range(batch)]
 
 
 def seconds(kernel, row: str, page_size: int | None, cache_dtype: str) -> float:
     """Return the seconds of one call of a kernel."""
-    batch, num_tokens, start = map(int, row.split("x"))
+    num_tokens, starts = sizes_of(row)
+    batch, start = len(starts), max(starts)
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (batch, num_tokens, HEADS, SIZE), jnp.bfloat16)
     new = jax.random.normal(keys[1], (batch, num_tokens, KV_HEADS, SIZE), jnp.bfloat16)
@@ -46,7 +53,7 @@ def seconds(kernel, row: str, page_size: int | None, cache_dtype: str) -> float:
 
         def body(i, carry):
             query, caches = carry
-            attended, *caches = kernel(query, new, new, *caches, jnp.full(batch, start), None, table)
+            attended, *caches = kernel(query, new, new, *caches, jnp.array(starts), None, table)
             return query + 0 * attended, tuple(caches)  # each call waits for the one before
 
         return jax.lax.fori_loop(0, n, body, (query, caches))
@@ -65,7 +72,7 @@ def seconds(kernel, row: str, page_size: int | None, cache_dtype: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, nargs="*", default=[16, 64, 256])
-    parser.add_argument("--few", nargs="*", default=FEW, help="rows of at most 64 tokens")
+    parser.add_argument("--few", nargs="*", default=FEW, help="rows of at most 64 tokens, BxTxC, or several joined by +")
     parser.add_argument("--many", nargs="*", default=MANY, help="rows of more tokens")
     parser.add_argument("--cache-dtype", choices=("bfloat16", "float8_e4m3fn"), default="bfloat16")
     args = parser.parse_args()
@@ -77,10 +84,10 @@ def main() -> None:
         print(f"\n| BxTxC | {' | '.join(f'{name}, us ({unit})' for name in names)} |")
         print("|---" * (len(names) + 1) + "|")
         for row in rows:
-            batch, num_tokens, start = map(int, row.split("x"))
-            work = 4 * batch * HEADS * SIZE * num_tokens * (start + num_tokens / 2)
+            num_tokens, starts = sizes_of(row)
+            work = 4 * HEADS * SIZE * num_tokens * sum(start + num_tokens / 2 for start in starts)
             if unit == "TB/s":
-                work = 2 * jnp.dtype(args.cache_dtype).itemsize * batch * KV_HEADS * SIZE * start
+                work = 2 * jnp.dtype(args.cache_dtype).itemsize * KV_HEADS * SIZE * sum(starts)
             times = [seconds(kernel, row, layout, args.cache_dtype) for layout in layouts]
             print(f"| {row} | {' | '.join(f'{1e6 * t:.1f} ({work / t / 1e12:.3g})' for t in times)} |")
 

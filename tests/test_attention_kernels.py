@@ -10,8 +10,8 @@ import pytest
 from heads import prefill
 from lowering import compile_for_sm90, triton_kernels
 
-from pallas_kernels.attention import Chunks, HeadNorms
-from pallas_kernels.decode_attention import MAX_TOKENS, decode_attention, unsupported
+from pallas_kernels.attention import Chunks, HeadNorms, layout_of, scores_of
+from pallas_kernels.decode_attention import MAX_TOKENS, _plan, decode_attention, unsupported
 from pallas_kernels.prompt_attention import _program_size, prompt_attention
 from specjax import SamplingParams, decode, proposers, sampling
 from specjax.models.attention import attend, attend_to_cache, memories, placed
@@ -26,6 +26,7 @@ CASES = {  # B, T, H, kv heads, D, S, start of each row
     "one token": (1, 1, 4, 1, 32, 304, [257]),
     "one split": (20, 2, 8, 8, 16, 80, [4 * i for i in range(20)]),
     "blocks of several splits": (1, 2, 4, 2, 16, 3008, [2900]),
+    "a few long ones": (28, 2, 5, 5, 16, 3008, [40, 2900, 0, 2048, 1025, 3006, 1024, *range(3, 23), 3008]),
     "several blocks of queries": (2, 35, 8, 2, 32, 304, [150, 0]),
     "odd sizes": (1, 11, 7, 1, 80, 304, [150]),
     "wide heads": (1, 5, 8, 2, 256, 304, [150]),
@@ -185,6 +186,10 @@ def slow(*values):
         slow("one token", TURNED | {"page_size": 16}),
         slow("one split", WINDOW | {"page_size": 80}),
         slow("blocks of several splits", TURNED | {"page_size": 64}),
+        slow("a few long ones", TURNED | {"page_size": 64, "window": None} | SINKS),
+        slow("a few long ones", {}),
+        slow("a few long ones", TREE | {"page_size": 64, "window": 2500} | FLOAT8 | scales(5)),
+        slow("a few long ones", CHUNKS | {"window": Chunks(2100)}),
         slow("several blocks of queries", {"page_size": 16, "turned": True}),
         slow("several blocks of queries", TREE),
         slow("odd sizes", TREE | {"page_size": 152}),
@@ -208,6 +213,14 @@ def slow(*values):
 )
 def test_few_tokens(case, options):
     check(CASES[case], True, **options)
+
+
+@pytest.mark.parametrize("options", [TURNED | {"page_size": 16, "window": 130} | SINKS, slow(TREE | {"window": 200})])
+def test_long_sequences_beside_short_ones(options, monkeypatch):
+    """A device of two multiprocessors is full of four sequences, of which two have several splits."""
+    monkeypatch.setattr("pallas_kernels.decode_attention.NUM_MULTIPROCESSORS", 2)
+    monkeypatch.setattr("pallas_kernels.decode_attention._LEAST", 64)
+    check((4, 2, 5, 1, 16, 304, [3, 250, 0, 129]), True, **options)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +351,13 @@ def test_a_token_without_a_page_is_not_written(kernel, num_tokens, nothing):
     assert np.isfinite(np.asarray(attended, np.float32)).all()
 
 
-@pytest.mark.parametrize("batch", [2, slow(40)])
+@pytest.mark.parametrize("batch, slots", [(2, 640), slow(40, 640), slow(140, 2048)])
 @pytest.mark.parametrize("nothing", [6, slow(-1)])
-def test_a_row_without_pages_reads_nothing(batch, nothing):
+def test_a_row_without_pages_reads_nothing(batch, slots, nothing):
     """A vacant slot of an engine stands at the end of the buffer: its row does not take the time of the longest one."""
-    query, key, value, *_, start = operands(batch, 3, 4, 1, 16, 640, [12, *[640 - 3] * (batch - 1)])
+    query, key, value, *_, start = operands(batch, 3, 4, 1, 16, slots, [12, *[slots - 3] * (batch - 1)])
     pool = jnp.zeros((6, 16, 1, 16), jnp.bfloat16)  # slots of zeros, too, would count in a mean
-    table = jnp.full((batch, 40), nothing, jnp.int32).at[0, 0].set(2)
+    table = jnp.full((batch, slots // 16), nothing, jnp.int32).at[0, 0].set(2)
     attended, *_ = decode_attention(query, key, value, pool, pool, start, None, table, interpret=True)
     none = jnp.zeros((batch, 3, 1, 16), jnp.bfloat16)
     alone, *_ = decode_attention(query, key, value, none, none, jnp.zeros_like(start), interpret=True)
@@ -367,13 +380,37 @@ def test_windows_hide_pages_that_were_freed(nothing):
     np.testing.assert_array_equal(*attended)
 
 
+@pytest.mark.parametrize(
+    "num_slots, window, splits",
+    [(2047, None, 1), (2048, None, 2), (131072, None, 8), (131072, 512, 1), (131072, Chunks(4096), 4)],
+)
+def test_long_sequences_have_splits_beside_many_others(num_slots, window, splits):
+    """The one program of a long sequence would take longer than all others. Few sequences have splits in any case."""
+    cache = jax.ShapeDtypeStruct((1, num_slots, 8, 128), jnp.bfloat16)
+    layout = layout_of(cache, None)
+    scores = scores_of(layout, None, None, window, 0)
+    for num_tokens in (1, 4):
+        plan = _plan((64, num_tokens, 32, 128), 8, layout, scores)
+        assert (plan.splits, plan.least) == (splits, 1024 if splits > 1 else 0)
+    assert _plan((4096, 8, 32, 128), 8, layout, scores).splits == 1  # the attention of splits would take much memory
+    few = _plan((1, 1, 32, 128), 8, layout, scores)
+    assert few.splits == 16 and few.least == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(1, 6, 32, 8, 128, 640, [0]), (64, 4, 32, 8, 64, 640, [0] * 64)])
-def test_lowers_for_cuda(case):
+@pytest.mark.parametrize(
+    "case, has_join",
+    [
+        ((1, 6, 32, 8, 128, 640, [0]), True),
+        ((64, 4, 32, 8, 64, 640, [0] * 64), False),
+        ((64, 4, 32, 8, 64, 8192, [0] * 64), True),
+    ],
+)
+def test_lowers_for_cuda(case, has_join):
     kernel = partial(decode_attention, num_hidden=1)
     sinks = jax.ShapeDtypeStruct((case[2],), jnp.bfloat16)
     names = [kernel.name for kernel in triton_kernels(kernel, *jax.eval_shape(lambda: operands(*case)), sinks=sinks)]
-    assert names == ["decode_attention", "join_splits"][: 2 if case[0] == 1 else 1]
+    assert names == ["decode_attention", "join_splits"][: 1 + has_join]
 
 
 @pytest.mark.slow
@@ -387,6 +424,7 @@ def test_lowers_for_cuda(case):
         ((8, 2048, 16, 8, 256, 2048, [0] * 8), None, jnp.bfloat16),
         ((1, 512, 28, 4, 96, 640, [0]), 16, jnp.bfloat16),
         ((64, 1, 32, 8, 128, 640, [0] * 64), 64, jnp.float8_e4m3fn),
+        ((64, 4, 32, 8, 128, 8192, [0] * 64), 64, jnp.bfloat16),
         ((8, 2048, 32, 8, 128, 2048, [0] * 8), 64, jnp.float8_e4m3fn),
     ],
 )

@@ -1,0 +1,54 @@
+"""How XLA compiles the programs of slots: whether it cuts the sums of products into parts."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+
+from specjax.models.quantized import Quantized
+from specjax.types import Model
+
+# XLA cuts long sums of products on GPUs into parts, which a launch of their own adds up. Where calls have many rows,
+# products with whole sums are faster, and their results join the residual stream and its norm without that launch.
+WHOLE_SUMS = {"xla_gpu_experimental_force_split_k": 1}
+MANY_ROWS, MANY_SLOTS = 64, 32  # rows of a call from which whole sums are faster, and slots, whose rows drafters read
+
+
+class Compiled(NamedTuple):
+    """A function under `jax.jit`, compiled in two ways."""
+
+    usual: Any
+    whole_sums: Any
+
+    def for_rows(self, num_slots: int, num_rows: int) -> Any:
+        """Return the function as it is faster in so many slots, where the calls of a target have so many rows.
+
+        The target is one that `gains_from_whole_sums`.
+        """
+        return self.whole_sums if num_rows >= MANY_ROWS and num_slots >= MANY_SLOTS else self.usual
+
+
+def compiled(function: Callable, **options: Any) -> Compiled:
+    """Return a function that is compiled in both ways, with the options of `jax.jit`."""
+    return Compiled(jax.jit(function, **options), jax.jit(function, compiler_options=WHOLE_SUMS, **options))
+
+
+def gains_from_whole_sums(model: Model) -> bool:
+    """Return whether programs with this target are faster with whole sums, on this machine.
+
+    They are on GPUs, where XLA knows its option. Matrices with codes are multiplied by kernels, which have no such
+    parts, and programs with them are slower.
+    """
+    leaves = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Quantized))
+    return jax.default_backend() == "gpu" and not any(isinstance(x, Quantized) for x in leaves) and is_known()
+
+
+@cache
+def is_known() -> bool:
+    """Return whether XLA knows the option for whole sums, which is an experimental one."""
+    try:
+        jax.jit(lambda: 0, compiler_options=WHOLE_SUMS).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""Programs of many rows are compiled with whole sums, where XLA knows that option, and give the same tokens."""
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.engine import compiling, slots
+from specjax.engine.compiling import MANY_ROWS, MANY_SLOTS, compiled, gains_from_whole_sums
+from specjax.engine.slot_rows import request
+from specjax.engine.slots import Slots, chunk_at
+from specjax.models.decoder import DecoderConfig, decoder_model, init_params
+from specjax.models.quantized import quantize
+from specjax.sampling.capacities import Needs, neutral
+
+CHUNK = 64
+CONFIG = DecoderConfig(31, 16, 1, 2, 1, 8, 16, 128)
+
+
+def floats():
+    return decoder_model(CONFIG, init_params(CONFIG, 0))
+
+
+def codes():
+    model = floats()
+    layer = model.params["layers"][0]
+    layer = layer | {"mlp_out": quantize(layer["mlp_out"].T, "int8")}
+    return decoder_model(CONFIG, model.params | {"layers": {0: layer}})
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.parametrize(
+    "num_slots,num_rows,is_whole",
+    [
+        (MANY_SLOTS, MANY_ROWS, True),
+        (MANY_SLOTS, MANY_ROWS - 1, False),
+        (MANY_SLOTS - 1, 4 * MANY_ROWS, False),
+        (256, 256, True),
+    ],
+)
+def test_many_rows_have_whole_sums(num_slots, num_rows, is_whole):
+    function = compiled(lambda x: x + 1)
+    chosen = function.for_rows(num_slots, num_rows)
+    assert chosen is (function.whole_sums if is_whole else function.usual)
+    assert chosen(2) == 3
+
+
+def test_this_version_of_xla_knows_the_option():
+    assert compiling.is_known()
+
+
+def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch, on_gpu):
+    monkeypatch.setattr(compiling, "WHOLE_SUMS", {"xla_gpu_no_such_option": 1})
+    compiling.is_known.cache_clear()
+    try:
+        assert not gains_from_whole_sums(floats())
+    finally:
+        compiling.is_known.cache_clear()
+
+
+def test_models_of_floats_gain_on_gpus(on_gpu):
+    assert gains_from_whole_sums(floats())
+    assert not gains_from_whole_sums(codes())
+
+
+def test_cpus_compile_as_usual():
+    assert jax.default_backend() == "cpu"
+    assert not gains_from_whole_sums(floats())
+
+
+def test_slots_of_many_rows_take_them_and_give_the_same_tokens(monkeypatch):
+    calls = []
+    for name in ("_step", "_prefill_chunk"):
+        function = getattr(slots, name)
+
+        def counted(*args, name=name, whole=function.whole_sums, **options):
+            calls.append(name)
+            return whole(*args, **options)
+
+        monkeypatch.setattr(slots, name, function._replace(whole_sums=counted))
+
+    def tokens(has_gain):
+        monkeypatch.setattr(slots, "gains_from_whole_sums", lambda model: has_gain)
+        batch = Slots(floats(), num_slots=MANY_ROWS, max_length=2 * CHUNK, step_sizes=(2,))
+        params = neutral(batch.capacities)._replace(max_tokens=np.int32(8))
+        for slot in (1, 3):
+            prompt = np.arange(3, 7, dtype=np.int32) + slot
+            batch.prefill([slot], [chunk_at(prompt, 0, CHUNK, batch.no_features)])
+            batch.insert(slot, request(batch.state, prompt, np.array([0, slot], np.uint32), params))
+        steps = [batch.step(Needs.EVERYTHING), batch.step(Needs.EVERYTHING, rows=np.array([1, 3], np.int32))]
+        return [np.asarray(steps[0].tokens)[[1, 3]], np.asarray(steps[1].tokens)]
+
+    usual = tokens(has_gain=False)
+    assert not calls
+    np.testing.assert_array_equal(tokens(has_gain=True), usual)
+    assert calls == ["_prefill_chunk", "_prefill_chunk", "_step"]  # a step of two slots has few rows
+    assert (np.asarray(usual) >= 0).all()
