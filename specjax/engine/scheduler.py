@@ -29,9 +29,9 @@ from specjax.sampling.capacities import Needs
 from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
-SEVERAL = 4  # chunks while at least so many prompts wait, more than a quarter of the samples that decode
+SEVERAL = 4  # chunks while at least so many prompts wait, more than an eighth of the samples that decode
 LOOK_AHEAD = 16  # tokens for which jobs get pages early, where one lacks a page and there are many
-UNFED_SHARE = 8  # where one job of 8 with a slot at most waits for its prompt, tokens may count by their cost alone
+UNFED_SHARE = 8  # one job of 8 with a slot: where at most so many wait for their prompts, these are in no hurry
 HELD = 4  # rounds for which prompts wait until they fill a call
 CALLS_AHEAD = 2  # calls with chunks that the device has not finished when the next is dispatched and no slot is active
 
@@ -48,7 +48,7 @@ class Scheduler:
             them. Prompts whose log-probabilities are asked for are fed by calls of `chunk_size` tokens.
         chunks_per_step: the calls between two steps have at most the tokens of `chunks_per_step` chunks, padding
             included. One call must not have more. None is BURST while more jobs wait to be fed than are active, SEVERAL
-            while at least so many do, more than a quarter of the active ones, and 1 otherwise.
+            while at least so many do, more than an eighth of the active ones, and 1 otherwise.
         draft_length: chooses the number of draft tokens of each step, one of the device's numbers. None: always the
             largest.
 
@@ -220,7 +220,7 @@ class Scheduler:
         num_unfed = len(self.running) - num_active
         if num_unfed > num_active:
             return BURST
-        return SEVERAL if num_unfed >= SEVERAL and SEVERAL * num_unfed > num_active else 1
+        return SEVERAL if num_unfed >= SEVERAL and UNFED_SHARE * num_unfed > num_active else 1
 
     def _counts_cost_alone(self) -> bool:
         """Return whether jobs wait for slots, few of which have jobs whose prompts are not fed.
