@@ -13,6 +13,7 @@ from specjax.decoding import log_probs, state_rows, tree_steps
 from specjax.decoding.binding import as_pytrees, of_draft
 from specjax.decoding.checks import as_integers, check_num_draft_tokens, check_request, step_limit
 from specjax.decoding.commits import keep
+from specjax.decoding.compiling import compiled, gains_from_whole_sums, is_traced
 from specjax.decoding.drafters import check_pair, in_memory, propose
 from specjax.decoding.feeding import feed_prompts
 from specjax.decoding.log_probs import LogProbs
@@ -449,7 +450,11 @@ def generate(
     limit = step_limit(max_steps)
     _check_state(state)
     verifier, scorer = as_pytrees(verifier, scorer, proposer)
-    return _generate(model, proposer, _progress(state), state.sampling, state.keys, verifier, scorer, limit)
+    function = _generate.usual
+    if not is_traced() and gains_from_whole_sums(model):
+        batch_size, num_drafts = len(state.keys), 0 if proposer is None else proposer.num_draft_tokens
+        function = _generate.for_rows(batch_size, batch_size * (1 + num_drafts))
+    return function(model, proposer, _progress(state), state.sampling, state.keys, verifier, scorer, limit)
 
 
 def stream(
@@ -488,8 +493,7 @@ def _step(model, proposer, progress, sampling, keys, verifier, scorer):
     return step(model, proposer, state, verifier=verifier, scorer=scorer)
 
 
-@partial(jax.jit, donate_argnums=2)
-def _generate(model, proposer, progress, sampling, keys, verifier, scorer, max_steps):
+def _until_the_end(model, proposer, progress, sampling, keys, verifier, scorer, max_steps):
     def body(carry):
         count, progress = carry
         state = progress._replace(sampling=sampling, keys=keys)
@@ -503,3 +507,6 @@ def _generate(model, proposer, progress, sampling, keys, verifier, scorer, max_s
     carry = as_carry(body, (0, progress), model.params, (sampling, keys))
     _, progress = jax.lax.while_loop(is_running, body, carry)
     return progress._replace(sampling=sampling, keys=keys)
+
+
+_generate = compiled(_until_the_end, donate_argnums=2)

@@ -23,6 +23,7 @@ from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 from specjax import decode
+from specjax.decoding.compiling import Compiled
 from specjax.engine import garbage, later_lengths, sizes
 from specjax.engine.later_steps import LaterSteps
 from specjax.engine.run import _Device
@@ -164,13 +165,13 @@ def all_programs(programs_when_used, monkeypatch):
 
 
 OPTIMIZED = {"xla_backend_optimization_level": 1}
-optimized_generate = jax.jit(decode._generate.__wrapped__, donate_argnums=2, compiler_options=OPTIMIZED)
+optimized_generate = jax.jit(decode._until_the_end, donate_argnums=2, compiler_options=OPTIMIZED)
 
 
 @pytest.fixture
 def optimized_loop(monkeypatch):
     """The loop of `decode.generate` is optimized, for tests of many samples: it runs longer than it compiles."""
-    monkeypatch.setattr(decode, "_generate", optimized_generate)
+    monkeypatch.setattr(decode, "_generate", Compiled(optimized_generate, optimized_generate))
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.engine import compiling, slots
-from specjax.engine.compiling import MANY_ROWS, MANY_SLOTS, compiled, gains_from_whole_sums
+from specjax import SamplingParams, decode, sampling
+from specjax.decoding import compiling
+from specjax.decoding.compiling import MANY_ROWS, MANY_SLOTS, compiled, gains_from_whole_sums
+from specjax.engine import slots
 from specjax.engine.slot_rows import request
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
@@ -98,3 +100,28 @@ def test_slots_of_many_rows_take_them_and_give_the_same_tokens(monkeypatch):
     np.testing.assert_array_equal(tokens(has_gain=True), usual)
     assert calls == ["_prefill_chunk", "_prefill_chunk", "_step"]  # a step of two slots has few rows
     assert (np.asarray(usual) >= 0).all()
+
+
+def test_generate_takes_them_outside_jit(monkeypatch):
+    """Under `jax.jit` the caller's options hold."""
+    calls = []
+
+    def counted(*args):
+        calls.append(len(args[3].temperature))
+        return decode._generate.usual(*args)
+
+    monkeypatch.setattr(decode, "_generate", decode._generate._replace(whole_sums=counted))
+    monkeypatch.setattr(decode, "gains_from_whole_sums", lambda model: True)
+
+    def generate(model, batch_size):
+        prompts, params = np.full((batch_size, 2), 3, np.int32), [SamplingParams(temperature=0, max_tokens=3)]
+        given = prompts, np.full(batch_size, 2), sampling.batch(params * batch_size), jax.random.key(0)
+        state = decode.prefill(model, None, *given, max_length=5)
+        return decode.generate(model, None, state).context.tokens
+
+    model = floats()
+    whole, usual = generate(model, MANY_ROWS), generate(model, 2)
+    assert calls == [MANY_ROWS]
+    np.testing.assert_array_equal(whole[:2], usual)
+    np.testing.assert_array_equal(jax.jit(lambda: generate(model, MANY_ROWS))(), whole)
+    assert calls == [MANY_ROWS]

@@ -24,9 +24,9 @@ import numpy as np
 
 from specjax import decode, proposers, scorers, verifiers
 from specjax.decoding.binding import as_pytrees
+from specjax.decoding.compiling import Compiled, compiled, gains_from_whole_sums
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
-from specjax.engine.compiling import Compiled, compiled, gains_from_whole_sums
 from specjax.engine.draft_length import name_of_drafts, with_draft_lengths
 from specjax.engine.empty_slots import empty_on_devices
 from specjax.engine.held import Held, feed_held, hold_step, may_hold

@@ -1,10 +1,12 @@
-"""How XLA compiles the programs of slots: whether it cuts the sums of products into parts."""
+"""How XLA compiles programs of many rows: whether it cuts the sums of products into parts."""
 
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 
 from specjax.models.quantized import Quantized
 from specjax.types import Model
@@ -42,6 +44,11 @@ def gains_from_whole_sums(model: Model) -> bool:
     """
     leaves = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Quantized))
     return jax.default_backend() == "gpu" and not any(isinstance(x, Quantized) for x in leaves) and is_known()
+
+
+def is_traced() -> bool:
+    """Return whether JAX traces the caller, as `jax.jit` does. A function inside has no options of the compiler."""
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 @cache
