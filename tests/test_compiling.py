@@ -74,15 +74,13 @@ def test_cpus_compile_as_usual():
 
 
 def test_slots_of_many_rows_take_them_and_give_the_same_tokens(monkeypatch):
-    calls = []
-    for name in ("_step", "_prefill_chunk"):
-        function = getattr(slots, name)
+    calls, step = [], slots._step
 
-        def counted(*args, name=name, whole=function.whole_sums, **options):
-            calls.append(name)
-            return whole(*args, **options)
+    def counted(model, proposer, state, rows, **options):
+        calls.append(rows)
+        return step.whole_sums(model, proposer, state, rows, **options)
 
-        monkeypatch.setattr(slots, name, function._replace(whole_sums=counted))
+    monkeypatch.setattr(slots, "_step", step._replace(whole_sums=counted))
 
     def tokens(has_gain):
         monkeypatch.setattr(slots, "gains_from_whole_sums", lambda model: has_gain)
@@ -98,7 +96,7 @@ def test_slots_of_many_rows_take_them_and_give_the_same_tokens(monkeypatch):
     usual = tokens(has_gain=False)
     assert not calls
     np.testing.assert_array_equal(tokens(has_gain=True), usual)
-    assert calls == ["_prefill_chunk", "_prefill_chunk", "_step"]  # a step of two slots has few rows
+    assert calls == [None]  # a step of two slots has few rows
     assert (np.asarray(usual) >= 0).all()
 
 

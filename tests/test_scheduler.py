@@ -587,7 +587,19 @@ def test_mixed_steps_feed_few_tokens_while_others_wait(device, monkeypatch, num_
 
 @pytest.mark.parametrize("device", [PLENTY], indirect=True)
 @pytest.mark.parametrize(
-    "num_unfed, num_active, num_chunks", [(1, 0, 8), (9, 8, 8), (8, 8, 4), (8, 63, 4), (8, 64, 1), (3, 5, 1)]
+    "num_unfed, num_active, num_chunks",
+    [
+        (1, 0, 8),
+        (9, 8, 8),
+        (8, 8, 4),
+        (8, 63, 4),
+        (8, 64, 1),
+        (3, 5, 1),
+        (48, 40, 12),
+        (90, 40, 16),
+        (28, 99, 7),
+        (60, 99, 8),
+    ],
 )
 def test_more_prompts_that_wait_get_more_chunks(device, num_unfed, num_active, num_chunks):
     scheduler, _ = scheduler_of(device)

@@ -30,6 +30,7 @@ from specjax.sampling.guided.tables import Grammar
 
 BURST = 8  # chunks between two steps while more prompts wait to be fed than samples decode
 SEVERAL = 4  # chunks while at least so many prompts wait, more than an eighth of the samples that decode
+FED_SHARE = 4  # one prompt of 4 that wait gets a chunk, where that is more chunks, up to twice as many
 LOOK_AHEAD = 16  # tokens for which jobs get pages early, where one lacks a page and there are many
 UNFED_SHARE = 8  # one job of 8 with a slot: where at most so many wait for their prompts, these are in no hurry
 HELD = 4  # rounds for which prompts wait until they fill a call
@@ -48,7 +49,8 @@ class Scheduler:
             them. Prompts whose log-probabilities are asked for are fed by calls of `chunk_size` tokens.
         chunks_per_step: the calls between two steps have at most the tokens of `chunks_per_step` chunks, padding
             included. One call must not have more. None is BURST while more jobs wait to be fed than are active, SEVERAL
-            while at least so many do, more than an eighth of the active ones, and 1 otherwise.
+            while at least so many do, more than an eighth of the active ones, or up to twice as many where many wait,
+            and 1 otherwise.
         draft_length: chooses the number of draft tokens of each step, one of the device's numbers. None: always the
             largest.
 
@@ -219,8 +221,12 @@ class Scheduler:
         num_active = len(self._active)
         num_unfed = len(self.running) - num_active
         if num_unfed > num_active:
-            return BURST
-        return SEVERAL if num_unfed >= SEVERAL and UNFED_SHARE * num_unfed > num_active else 1
+            number = BURST
+        elif num_unfed >= SEVERAL and UNFED_SHARE * num_unfed > num_active:
+            number = SEVERAL
+        else:
+            return 1
+        return min(max(number, num_unfed // FED_SHARE), 2 * number)
 
     def _counts_cost_alone(self) -> bool:
         """Return whether jobs wait for slots, few of which have jobs whose prompts are not fed.

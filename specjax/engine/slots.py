@@ -24,7 +24,7 @@ import numpy as np
 
 from specjax import decode, proposers, scorers, verifiers
 from specjax.decoding.binding import as_pytrees
-from specjax.decoding.compiling import Compiled, compiled, gains_from_whole_sums
+from specjax.decoding.compiling import compiled, gains_from_whole_sums
 from specjax.decoding.drafters import commit_of
 from specjax.decoding.log_probs import LogProbs
 from specjax.engine.draft_length import name_of_drafts, with_draft_lengths
@@ -61,7 +61,7 @@ def no_features(model: Model, proposer: Proposer | None, state: decode.State, ch
     """
     one = chunk_at(np.zeros(1, np.int32), 0, chunk_size, None)
     chunk = packed([0], [one], 1, chunk_size, no_slot=1, no_features=None)
-    _, (last,), _ = jax.eval_shape(_prefill_chunk.usual, model, proposer, state, chunk, num_logprobs=None)
+    _, (last,), _ = jax.eval_shape(_prefill_chunk, model, proposer, state, chunk, num_logprobs=None)
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), last)
 
 
@@ -144,7 +144,7 @@ class Slots:
         self.step_sizes = _step_sizes(model, num_slots, step_sizes)
         self.tile_size = tile_size if takes_packed(model, self.proposer) else None
         self.mixed_sizes = tuple(mixed_sizes)
-        self._gains_from_whole_sums = gains_from_whole_sums(self.model)
+        self._sums_whole = gains_from_whole_sums(self.model)
         for each in self._proposers.values():
             self.verifier, self._scorer = as_pytrees(verifier, scorer, each)
         self._make_state(pool, chunk_size)
@@ -490,29 +490,21 @@ class Slots:
         """Call the function of a program, in a form such as `function.lower`, with the arguments of the program."""
         models, num_logprobs = (self.model, self.proposer), self.capacities.logprobs if program.log_probs else None
         if isinstance(program, PromptProgram):
-            num_tokens = program.prompts.following.size
-            function = self._form_of(_prefill_chunk, num_tokens, num_tokens)
-            return form(function)(*models, self.state, program.prompts, num_logprobs=num_logprobs)
+            return form(_prefill_chunk)(*models, self.state, program.prompts, num_logprobs=num_logprobs)
         rows, k, held = program.rows, program.num_draft_tokens, self._held
-        proposer = self.proposer if k is None else self._proposers[k]
-        size = self._size_of(program)
-        num_rows = size * (1 + proposer.num_draft_tokens)
         options: dict[str, Any] = {"verifier": self.verifier, "scorer": self._scorer}
         if program.prompts is not None:
-            function = self._form_of(_mixed_step, size, num_rows + program.prompts.following.size)
-            return form(function)(*models, self.state, program.prompts, rows, use=MIXED_USE, **options)
+            return form(_mixed_step)(*models, self.state, program.prompts, rows, use=MIXED_USE, **options)
         options["use"] = Needs.EVERYTHING if program.log_probs else program.use
         options["num_logprobs"] = num_logprobs
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
             raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
+        proposer = self.proposer if k is None else self._proposers[k]
+        step, size = _hold_step if held is not None and k == 0 else _step, self._size_of(program)
+        fastest = form(step.for_rows(size, size * (1 + proposer.num_draft_tokens)) if self._sums_whole else step.usual)
         if held is not None and k == 0:
-            function = self._form_of(_hold_step, size, num_rows)
-            return form(function)(self.model, self.state, held.features, held.counts, rows, **options)
-        return form(self._form_of(_step, size, num_rows))(self.model, proposer, self.state, rows, **options)
-
-    def _form_of(self, function: Compiled, num_slots: int, num_rows: int) -> Any:
-        """Return a function compiled as is fastest with so many slots, where the target reads so many rows."""
-        return function.for_rows(num_slots, num_rows) if self._gains_from_whole_sums else function.usual
+            return fastest(self.model, self.state, held.features, held.counts, rows, **options)
+        return fastest(self.model, proposer, self.state, rows, **options)
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
@@ -553,8 +545,8 @@ _insert = jax.jit(insert, donate_argnums=0)
 _evict = jax.jit(evict, donate_argnums=0)
 _kept_of = jax.jit(kept_of)
 _with_kept = jax.jit(with_kept, donate_argnums=0)
-_prefill_chunk = compiled(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
+_prefill_chunk = jax.jit(_readable(prefill_chunk), donate_argnums=2, static_argnames="num_logprobs")
 _hold_step = compiled(hold_step, donate_argnums=(1, 2), static_argnames=("use", "num_logprobs"))
 _feed_held = jax.jit(feed_held, donate_argnums=1)
-_mixed_step = compiled(_readable(mixed_step), donate_argnums=2, static_argnames="use")
+_mixed_step = jax.jit(_readable(mixed_step), donate_argnums=2, static_argnames="use")
 _step = compiled(_readable(step), donate_argnums=2, static_argnames=("use", "num_logprobs"))
