@@ -32,7 +32,7 @@ The script prints each row as soon as it is measured. Models are made once, engi
 * shared: the time to the first token of long prompts of which 90 % are shared, against prompts that share nothing.
 * kernels: the launches of a step of some slots and of all, of a call that feeds a chunk, of the largest mixed step, and
   of a request that enters a slot and leaves it, those that take most of their time first. On GPUs alone.
-* gap: the share of the time in which the device waits for the host, by JAX's profiler: gaps of more than GAP between
+* gap: the share of the time in which the device waits for the host, by JAX's profiler: gaps of more than 10 us between
   two operations. On GPUs alone.
 
 A part says how often something was compiled after the engine had started, and how many pages were in use when all
@@ -48,7 +48,6 @@ import math
 import statistics
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -66,6 +65,7 @@ import numpy as np
 from bench_decode import drafter
 from bench_decode import load as load_models
 from jax.tree_util import Partial
+from launches import largest, profiled, waits_of_device
 
 import specjax
 from specjax import SamplingParams, decode, models, sampling, verifiers
@@ -95,7 +95,6 @@ from specjax.server.loads import (
     table_row,
 )
 
-GAP = 1e-5  # seconds
 TEMPERATURE = 0.8
 UTILISATION = 0.7  # of the capacity, for Poisson arrivals
 SHARED = 0.9  # of long prompts
@@ -103,7 +102,6 @@ REPEATS = 3  # runs of full and mixed batches, whose medians count
 PROMPTS = 5  # of each kind, for the time to the first token
 POLL = 0.05  # seconds between looks at the engine
 PROFILED = 6  # calls of each kind whose launches are listed
-LARGEST = 24  # kinds of launches of a call that are listed
 IN_TURNS = 64  # slots of three engines whose caches fit on a device together
 
 prefill = jax.jit(decode.prefill, static_argnames="max_length")
@@ -698,52 +696,6 @@ def kernels(bench: Bench) -> Iterator[dict[str, Any]]:
                 each = statistics.mean(spans)
                 row = {"call": name, "num_drafts": setting.num_drafts, "kernel": kernel}
                 yield row | {"launches": len(spans) / PROFILED, "each_s": each, "all_s": each * len(spans) / PROFILED}
-
-
-def largest(events: Sequence[Any]) -> list[tuple[str, list[float]]]:
-    """Return the names of the launches that take most of the time, with the seconds of each; then all of them."""
-    by_name: dict[str, list[float]] = {}
-    for event in events:
-        by_name.setdefault(event.name, []).append(1e-9 * (event.end_ns - event.start_ns))
-    ordered = sorted(by_name.items(), key=lambda each: -sum(each[1]))
-    return [*ordered[:LARGEST], ("all", list(itertools.chain(*by_name.values())))]
-
-
-@contextmanager
-def profiled() -> Iterator[list[Any]]:
-    """Profile the device in a block, after which the list holds its launches."""
-    events: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = options.host_tracer_level = 0  # they would slow the host down
-        with jax.profiler.trace(folder, profiler_options=options):
-            yield events
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        events += launches(jax.profiler.ProfileData.from_file(str(path)))
-
-
-def launches(profile: Any) -> list[Any]:
-    """Return the launches of the first GPU in a profile."""
-    return [
-        event
-        for plane in profile.planes
-        if plane.name.startswith("/device:GPU:0")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
-
-
-def waits_of_device(events: Sequence[Any]) -> dict[str, float]:
-    """Return the share of a profile in which the device does nothing, and the share of waits of more than GAP."""
-    spans = sorted((event.start_ns, event.end_ns) for event in events)
-    waits, until = [], spans[0][1]
-    for start, end in spans[1:]:
-        if start > until:
-            waits.append(1e-9 * (start - until))
-        until = max(until, end)
-    seconds = 1e-9 * (until - spans[0][0])
-    return {"idle": sum(waits) / seconds, "host_gap": sum(wait for wait in waits if wait > GAP) / seconds}
 
 
 def chunk_size() -> int:

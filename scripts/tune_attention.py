@@ -72,7 +72,7 @@ def seconds(kernel, row: str, page_size: int | None, cache_dtype: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, nargs="*", default=[16, 64, 256])
-    parser.add_argument("--few", nargs="*", default=FEW, help="rows of at most 64 tokens, BxTxC, or several joined by +")
+    parser.add_argument("--few", nargs="*", default=FEW, help="rows of at most 64 tokens, some of several joined by +")
     parser.add_argument("--many", nargs="*", default=MANY, help="rows of more tokens")
     parser.add_argument("--cache-dtype", choices=("bfloat16", "float8_e4m3fn"), default="bfloat16")
     args = parser.parse_args()

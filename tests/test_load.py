@@ -257,11 +257,13 @@ def test_launches_of_a_device(script, monkeypatch):
     ]
     planes = [SimpleNamespace(name="/device:GPU:0", lines=[*lines, line("Steps", (0, 250_000))])]
     planes.append(SimpleNamespace(name="/host:CPU", lines=[line("Stream", (0, 10**9))]))
-    bench = script("bench_engine")
-    launches = bench.launches(SimpleNamespace(planes=planes))
-    assert bench.waits_of_device(launches) == pytest.approx({"idle": 0.2, "host_gap": 0.2})
-    monkeypatch.setattr(bench, "LARGEST", 1)
-    (largest, seconds), (every, times) = bench.largest(launches)
+    lists = script("launches")
+    launches = lists.of_gpu(SimpleNamespace(planes=planes))
+    assert lists.waits_of_device(launches) == pytest.approx({"idle": 0.2, "host_gap": 0.2})
+    assert [name for name, *_ in lists.in_order(launches)] == ["of 70000 ns", "of 49000 ns", "of 50000 ns"]
+    assert [wait for *_, wait in lists.in_order(launches)] == pytest.approx([-5e-5, -1.9e-5, 5e-5])
+    monkeypatch.setattr(lists, "LARGEST", 1)
+    (largest, seconds), (every, times) = lists.largest(launches)
     assert (largest, seconds, every) == ("of 100000 ns", [1e-4], "all") and sum(times) == pytest.approx(2.69e-4)
 
 

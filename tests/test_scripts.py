@@ -4,6 +4,8 @@ import importlib
 import io
 import json
 import sys
+from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -250,6 +252,28 @@ def test_peers_that_decode_stand_under_the_first_context(run_measuring_nothing):
     assert keys[:7] == first
     assert all(key[0] == "specjax" for key in keys[7:])
     assert cells[5][4] == "14.10" and cells[5][-3:] == ["426", "176", "0.90"]
+
+
+def test_launches_of_steps(script, run, monkeypatch):
+    lists, counts = script("launches"), []
+    events = [
+        SimpleNamespace(name=name, start_ns=1000 * i, end_ns=1000 * i + 700)
+        for i, name in enumerate(["product", "attention", "product", "attention", "product"] * lists.STEPS)
+    ]
+    monkeypatch.setattr(lists, "steps_of", lambda name, args: lambda count: counts.append((name, count)))
+    monkeypatch.setattr(lists, "profiled", lambda: nullcontext(events))
+    rows = table_rows(run("launches", "8b", "qwen3-fp8"))
+    assert counts == [(name, lists.STEPS) for name in ("8b", "8b", "qwen3-fp8", "qwen3-fp8")]
+    assert rows[:2] == ["| product | 3.0 | 0.70 | 2.1 |", "| attention | 2.0 | 0.70 | 1.4 |"]
+    assert rows[2] == "| all | 5.0 | 0.70 | 3.5 |" and rows[3] == "| attention | 0.70 | 0.30 |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, num_drafts", [("small", 0), ("small", 3), ("embedded", 2)])
+def test_steps_whose_launches_are_listed(name, num_drafts, script):
+    lists = script("launches")
+    args = Namespace(batch=2, num_drafts=num_drafts, drafter="mtp", quantization=None, context=16)
+    assert lists.steps_of(name, args)(2) >= 4
 
 
 def test_the_sweep_of_tiles_asks_for_inputs_as_the_bench_makes_them(script, monkeypatch):
