@@ -57,6 +57,8 @@ GPT2 = {  # in the names of fields of GPT-2
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# in the fields of families whose norms subtract the mean
+CENTRED = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -111,6 +113,7 @@ CONFIGS = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    "phi": CENTRED | {"model_type": "phi", "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.25, "qk_layernorm": True},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -476,6 +479,10 @@ VARIANTS |= {
     | {"model_type": "dots1", "attention_bias": True, "sliding_window": 5, "max_window_layers": 1}
     | {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
     "dots1_default": MOE | {"model_type": "dots1", "head_dim": 16, "n_routed_experts": 6, "n_shared_experts": 1},
+}
+VARIANTS |= {
+    "phi_default": CENTRED
+    | {"model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "relu2"},
 }
 ALL = CONFIGS | VARIANTS
 

@@ -700,6 +700,31 @@ RELEASED = {
         },
         {},
     ),
+    "Phi-2": (
+        "phi",
+        {
+            "_name_or_path": "microsoft/phi-2",
+            "architectures": ["PhiForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 50256,
+            "embd_pdrop": 0.0,
+            "eos_token_id": 50256,
+            "hidden_act": "gelu_new",
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-05,
+            "model_type": "phi",
+            "partial_rotary_factor": 0.25,  # 0.4 in the release, which turns no even part of a small head
+            "qk_layernorm": True,  # false in the release: the tensors of the case have norms of heads
+            "resid_pdrop": 0.1,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "transformers_version": "4.37.0",
+            "use_cache": True,
+        },
+        {"rope_theta": 10000.0, "norm_eps": 1e-05},
+    ),
     "Apertus 8B Instruct 2509": (
         "apertus_default",
         {

@@ -135,6 +135,11 @@ def test_bad_config(sizes, name):
         DecoderConfig(*sizes)
 
 
+def test_biases_of_norms_that_keep_the_mean():
+    with pytest.raises(ValueError, match="norms_have_biases must be False where norms_are_centred is, got True"):
+        replace(CONFIG, norms_have_biases=True)
+
+
 def test_layers_of_another_number():
     with pytest.raises(ValueError, match="layers must be 1 or num_layers = 2 descriptions, got 3"):
         replace(CONFIG, layers=(LayerConfig(),) * 3)

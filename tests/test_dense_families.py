@@ -269,6 +269,10 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block in .* must be True, the only value"),
         ("cohere2", {"sliding_window": None}, "sliding_window in .* must be absent or have a value, got null"),
         ("cohere2", {"layer_types": ["full_attention"]}, "layer_types in .* must be 4 times"),
+        ("phi", {"hidden_act": "tanh"}, "hidden_act in .* must be 'gelu' or .* got 'tanh'"),
+        ("phi", {"layer_norm_eps": None}, "layer_norm_eps in .* must be absent or have a value, got null"),
+        ("phi", {"partial_rotary_factor": 0.2}, "partial_rotary_factor in .* must turn an even number of the 8 .*"),
+        ("phi", {"qk_layernorm": False}, "tensor model.layers.0.self_attn.k_layernorm.bias in .* does not belong"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

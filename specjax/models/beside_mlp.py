@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.models.experts import Experts
 from specjax.models.layer import GatedMLP, Params, Shapes, Sublayer, norm_of
-from specjax.models.linear import Norm, rms_norm
+from specjax.models.linear import AnyNorm, rms_norm, without_centred
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -30,11 +30,12 @@ class BesideMLP:
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after both [B, T, h]."""
 
-        def norm(name: str) -> Norm:
+        def norm(name: str) -> AnyNorm:
             return norm_of(params[name], config)
 
         nothing = jnp.zeros_like(call.x)
         y = self.mlp(config, params, Sublayer(call.x, call.norm, nothing, partial(rms_norm, norm=norm("mlp_sum_norm"))))
         finish = partial(rms_norm, norm=norm("experts_sum_norm"))
-        y = self.experts(config, params, Sublayer(call.x, norm("experts_norm"), y, finish))
+        x, of_experts = without_centred(call.x, norm("experts_norm"))
+        y = self.experts(config, params, Sublayer(x, of_experts, y, finish))
         return call.residual + (y if call.finish is None else call.finish(y))

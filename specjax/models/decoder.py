@@ -18,7 +18,7 @@ from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.latent_attention import InitLatents, latent_mixer
 from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer, times
 from specjax.models.layer_input import LayerInput
-from specjax.models.linear import Norm, linear, rms_norm
+from specjax.models.linear import AnyNorm, linear, rms_norm
 from specjax.models.recurrent import RowMixer
 from specjax.models.rope import DynamicScaling, LongRopeScaling, QueryScaling, Rope, RopeScaling, Rotation, rotation
 from specjax.models.shared_keys import Borrowed, Lender
@@ -32,8 +32,8 @@ class DecoderConfig:
     """Sizes and options of a decoder, and the kinds of its layers.
 
     Raises:
-        ValueError: `num_heads` is not a multiple of `num_kv_heads`, `head_size` is odd, or `layers` are neither one nor
-            as many as `num_layers`, or attend to latents in part.
+        ValueError: `num_heads` is not a multiple of `num_kv_heads`, `head_size` is odd, norms that keep the mean have
+            biases, or `layers` are neither one nor as many as `num_layers`, or attend to latents in part.
     """
 
     vocab_size: int
@@ -51,6 +51,8 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...] = (LayerConfig(),)  # of each layer, or one of all layers
     norm_offset: float = 0.0  # number added to the scale of every norm
     norms_are_centred: bool = False  # whether every norm subtracts the mean first
+    norms_have_biases: bool = False  # whether the norms of the stream, which then subtract the mean, add a bias
+    head_has_bias: bool = False  # whether logits have a bias
     embedding_factor: float = 1.0  # factor on embeddings, multiplied in float32
     logit_divisor: float = 1.0  # number that divides logits, before their soft cap
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
@@ -73,6 +75,8 @@ class DecoderConfig:
             raise ValueError(f"head_size must be even (rotary positions turn pairs), got {self.head_size}")
         if len(self.layers) not in (1, self.num_layers):
             raise ValueError(f"layers must be 1 or num_layers = {self.num_layers} descriptions, got {len(self.layers)}")
+        if self.norms_have_biases and not self.norms_are_centred:
+            raise ValueError("norms_have_biases must be False where norms_are_centred is, got True")
         latent_mixer(self.layers)
 
     @property
@@ -159,8 +163,12 @@ def _init(config: DecoderConfig, seed: int) -> PyTree:
     params = {"embedding": 0.02 * jax.random.normal(draw(), (config.vocab_size, hidden))}
     params |= {"layers": {i: drawn(one.shapes(config)) for i, one in enumerate(config.each_layer)}}
     params |= {"norm": jnp.full((hidden,), 1 - config.norm_offset, jnp.float32)}
+    if config.norms_have_biases:
+        params |= {"norm_bias": jnp.zeros(hidden)}
     if not config.tie_embeddings:
         params |= {"head": 0.02 * jax.random.normal(draw(), (config.vocab_size, hidden))}
+    if config.head_has_bias:
+        params |= {"head_bias": jnp.zeros(config.vocab_size)}
     if config.input is not None:
         params |= drawn(config.input.shapes_of_all(config))
     return params
@@ -213,15 +221,16 @@ def _apply(
                 lent[owner], kept = kept, kept.kept
             new_cache[owner] = kept
             taps.collect(i + 1, x)
-        norm = norm_of(params["norm"], config)
+        norm = norm_of(params["norm"], config, params.get("norm_bias"))
         features = taps.beside(rms_norm(x, norm))
         head = embedding if config.tie_embeddings else params["head"]
-        logits = network.by_group(inputs, x, lambda part: _logits(config, head, norm, part))
+        logits = network.by_group(inputs, x, lambda part: _logits(config, head, params.get("head_bias"), norm, part))
     return ModelOutput(logits, features), _kept(config, inputs, cache, new_cache)
 
 
-def _logits(config: DecoderConfig, head: Array, norm: Norm, x: Array) -> Array:
-    logits = linear(x, head, transposed=True, norm=norm, dtype=jnp.float32)
+def _logits(config: DecoderConfig, head: Array, bias: Array | None, norm: AnyNorm, x: Array) -> Array:
+    residual = None if bias is None else bias.astype(jnp.float32)[None, None]
+    logits = linear(x, head, transposed=True, norm=norm, residual=residual, dtype=jnp.float32)
     if config.logit_divisor != 1:
         logits = logits / config.logit_divisor
     if config.logit_softcap is not None:

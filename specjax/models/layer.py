@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 
 from pallas_kernels.attention import Chunks, HeadNorms, Window
 from specjax.models.attention import KeyValues
-from specjax.models.linear import CentredNorm, Norm, linear, outputs_from, rms_norm, without_centred
+from specjax.models.linear import AnyNorm, CentredNorm, Norm, linear, outputs_from, rms_norm, without_centred
 from specjax.models.rope import QueryScaling, Rope, Rotation, rotate
 from specjax.parallel.links import sum_over
 from specjax.types import Array
@@ -114,6 +114,7 @@ class Attention:
     query_scaling: QueryScaling | None = None  # factor on queries by their position; None is as the config says
     chunk: int | None = None  # positions of the parts of a sequence that tokens do not see beyond; None: no parts
     norms_by_head: bool = False  # whether the norm of each head has another scale; otherwise one scale is for all heads
+    norms_have_biases: bool = False  # whether the norms of heads add a bias, which all heads share
 
     @property
     def seen(self) -> Window:
@@ -143,6 +144,8 @@ class Attention:
             queries, keys = ((config.num_heads,), (config.num_kv_heads,)) if self.norms_by_head else ((), ())
             own: Shapes = {} if self.keys_of is not None else {"key_norm": (*keys, size)}
             shapes |= {"query_norm": (*queries, size)} | own
+        if self.norms_have_biases:
+            shapes |= {"query_norm_bias": (size,), "key_norm_bias": (size,)}
         if self.has_wide_norms:
             shapes |= {"query_norm": (config.num_heads * size,), "key_norm": (config.num_kv_heads * size,)}
         if self.has_sinks:
@@ -287,11 +290,14 @@ class MLP:
     """The down projection of activation(up projection), without a gate."""
 
     activation: str = "relu2"  # one of ACTIVATIONS, or XIELU
+    has_bias: bool = False  # whether the two projections have biases
 
     def shapes(self, config: "DecoderConfig") -> Shapes:
         """Return the shapes of the parameters by name."""
         hidden, size = config.hidden_size, config.mlp_size
         shapes: Shapes = {"mlp_in": matrix_shape(config, hidden, size), "mlp_out": matrix_shape(config, size, hidden)}
+        if self.has_bias:
+            shapes |= {"mlp_in_bias": (size,), "mlp_out_bias": (hidden,)}
         return shapes | {"mlp_alphas": (2,)} if self.activation == XIELU else shapes
 
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
@@ -351,6 +357,8 @@ class LayerConfig:
         names = [f"{part}_norm" for part in parts if self.has_norms and is_normed[part]]
         if self.has_post_norms:
             names += [f"{part}_post_norm" for part in parts]
+        if config.norms_have_biases:
+            names += [f"{name}_bias" for name in names]
         if self.has_scale:
             shapes["layer_scale"] = (1,)
         if self.input is not None:
@@ -471,10 +479,11 @@ def matrix_shape(config: "DecoderConfig", inputs: int, outputs: int) -> tuple[in
     return (outputs, inputs) if config.transposed else (inputs, outputs)
 
 
-def norm_of(scale: Array, config: "DecoderConfig") -> Norm:
-    """Return the norm with this scale [D], as `rms_norm` takes it."""
-    kind = CentredNorm if config.norms_are_centred else Norm
-    return kind(scale, config.norm_eps, config.norm_offset)
+def norm_of(scale: Array, config: "DecoderConfig", bias: Array | None = None) -> AnyNorm:
+    """Return the norm with this scale [D], and this bias [D] where norms subtract the mean, as `rms_norm` takes it."""
+    if config.norms_are_centred:
+        return CentredNorm(scale, config.norm_eps, config.norm_offset, bias)
+    return Norm(scale, config.norm_eps, config.norm_offset)
 
 
 def _unit_norm(config: "DecoderConfig", heads: Array) -> Array:
@@ -482,5 +491,5 @@ def _unit_norm(config: "DecoderConfig", heads: Array) -> Array:
     return rms_norm(heads, (jnp.ones(heads.shape[-1], jnp.float32), config.norm_eps))
 
 
-def _norm(config: "DecoderConfig", params: Params, name: str) -> Norm:
-    return norm_of(params[f"{name}_norm"], config)
+def _norm(config: "DecoderConfig", params: Params, name: str) -> AnyNorm:
+    return norm_of(params[f"{name}_norm"], config, params.get(f"{name}_norm_bias"))

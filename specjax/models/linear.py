@@ -30,13 +30,21 @@ class Norm(NamedTuple):
     offset: float = 0.0  # number added to the scale
 
     @classmethod
-    def of(cls, norm: "Norm | tuple[Array, float]") -> "Norm":
+    def of(cls, norm: "AnyNorm | tuple[Array, float]") -> "AnyNorm":
         """Return a norm that may be given as scale and epsilon."""
-        return norm if isinstance(norm, Norm) else cls(norm[0], norm[1])
+        return norm if isinstance(norm, AnyNorm) else cls(norm[0], norm[1])
 
 
-class CentredNorm(Norm):
+class CentredNorm(NamedTuple):
     """A norm that subtracts the mean first, as LayerNorm does. No kernel takes it with its product."""
+
+    scale: Array  # as in `Norm`
+    epsilon: float
+    offset: float = 0.0  # number added to the scale
+    bias: Array | None = None  # of the shape of the scale, added at the end; None for none
+
+
+AnyNorm = Norm | CentredNorm
 
 
 def with_scale(norm: Norm | None, scale: Array | None) -> Norm | None:
@@ -44,13 +52,13 @@ def with_scale(norm: Norm | None, scale: Array | None) -> Norm | None:
     return None if norm is None or scale is None else norm._replace(scale=scale)
 
 
-def rms_norm(x: Array, norm: Norm | tuple[Array, float], axis_name: str | None = None) -> Array:
+def rms_norm(x: Array, norm: AnyNorm | tuple[Array, float], axis_name: str | None = None) -> Array:
     """Scale x [B, T, ..., D] to unit root mean square over its last axis, in float32, then by the norm's scale.
 
-    A `CentredNorm` subtracts the mean before. With an axis name the devices along it share the last axis, and each has
-    D numbers of it.
+    A `CentredNorm` subtracts the mean before, and may add a bias. With an axis name the devices along it share the last
+    axis, and each has D numbers of it.
     """
-    scale, epsilon, offset = Norm.of(norm)
+    scale, epsilon, offset, *_ = Norm.of(norm)
 
     def mean(x: Array) -> Array:
         own = jnp.mean(x, axis=-1, keepdims=True)
@@ -60,10 +68,13 @@ def rms_norm(x: Array, norm: Norm | tuple[Array, float], axis_name: str | None =
     x32 = x32 - mean(x32) if isinstance(norm, CentredNorm) else x32
     x32 = x32 * jax.lax.rsqrt(mean(x32 * x32) + epsilon)
     scale = scale.astype(jnp.float32) + offset if offset else scale.astype(jnp.float32)
-    return (x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+    x32 = x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))
+    if isinstance(norm, CentredNorm) and norm.bias is not None:
+        x32 = x32 + jnp.expand_dims(norm.bias.astype(jnp.float32), range(x.ndim - scale.ndim))
+    return x32.astype(x.dtype)
 
 
-def without_centred(x: Array, norm: Norm | None) -> tuple[Array, Norm | None]:
+def without_centred(x: Array, norm: AnyNorm | None) -> tuple[Array, Norm | None]:
     """Return x after its norm if that is centred, and the norm that is left, which kernels take with their product."""
     return (rms_norm(x, norm), None) if isinstance(norm, CentredNorm) else (x, norm)
 
@@ -83,7 +94,7 @@ def linear(
     weight: Array | Quantized,
     *,
     transposed: bool = False,
-    norm: Norm | tuple[Array, float] | None = None,
+    norm: AnyNorm | tuple[Array, float] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Array | None = None,
     dtype: DTypeLike | None = None,
@@ -145,7 +156,7 @@ def linear_of_two(
     small: Array | Quantized,
     *,
     transposed: bool = False,
-    norm: Norm | tuple[Array, float] | None = None,
+    norm: AnyNorm | tuple[Array, float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Multiply x [B, T, D] by a weight and by a small matrix, after one norm.

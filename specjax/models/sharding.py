@@ -273,7 +273,7 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
     def own(size: int, begin: int = 0) -> Run:
         return begin + device * size, begin + (device + 1) * size
 
-    if name in ("embedding", "head"):
+    if name in ("embedding", "head", "head_bias"):
         start, stop = own(part.vocab_size)
         return [(min(start, whole.vocab_size), min(stop, whole.vocab_size))]
     head, mlp = whole.head_size, part.mlp_size

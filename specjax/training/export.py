@@ -135,6 +135,8 @@ def _check_options(config: "DecoderConfig") -> None:
     others = {
         "norm_offset": 0.0,
         "norms_are_centred": False,
+        "norms_have_biases": False,
+        "head_has_bias": False,
         "embedding_factor": 1.0,
         "logit_divisor": 1.0,
         "logit_softcap": None,

@@ -55,8 +55,8 @@ def _rope(config: ConfigFile, theta: float) -> Rope:
 def _decoder(config: ConfigFile, tensors: Tensors, mixers: list[Attention], rope: Rope) -> Model:
     """Build the model, given the mixer of each layer, or one of all layers."""
     config.only("hidden_act", "silu")
-    config.refuse_null("layer_norm_eps", "logit_scale")
-    config = config.replaced(rms_norm_eps=config.number("layer_norm_eps", 1e-5))
+    config.refuse_null("logit_scale")
+    config = llama.with_epsilon(config, "layer_norm_eps")
     return llama.decoder(
         config,
         tensors,

@@ -1,20 +1,12 @@
 """GPT-2: OPT's network with another activation, positions from row 0, and matrices whose inputs come first in files."""
 
 from specjax.models.config_file import ConfigFile
-from specjax.models.families import opt
-from specjax.models.families.llama import MAX_LAYERS
+from specjax.models.families import llama, opt
 from specjax.models.network import network_model
 from specjax.models.tensors import Tensors
 from specjax.types import Array, Model, PyTree
 
 PREFIX = "transformer."  # in place of "model."
-ACTIVATIONS = {  # by their names in config.json
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
 
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
@@ -27,13 +19,13 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         vocab_size=config.size("vocab_size"),
         embedding_size=hidden_size,
         hidden_size=hidden_size,
-        num_layers=config.size("n_layer", most=MAX_LAYERS),
+        num_layers=config.size("n_layer", most=llama.MAX_LAYERS),
         num_heads=config.size("n_head"),
         head_size=opt.size_of_head(config, "n_embd", "n_head"),
         mlp_size=config.size("n_inner", 4 * hidden_size),
         max_length=config.size("n_positions"),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        activation=ACTIVATIONS[config.choice("activation_function", tuple(ACTIVATIONS), "gelu_new")],
+        activation=llama.activation(config, "activation_function", "gelu_new"),
         position_offset=0,
         tie_embeddings=config.get("tie_word_embeddings", bool, True),
     )

@@ -107,7 +107,7 @@ def model(
     config = config.replaced(**fields)
     sizes = llama.config_of(config, each, **options)
     config.check_computation()
-    params = llama.outer_params(sizes, tensors, "model.embed_tokens", "model.embedding_norm")
+    params = llama.outer_params(sizes, tensors, llama.OuterNames(norm="embedding_norm"))
     read = partial(_params, sizes, tensors, norms, of_attention)
     params["layers"] = {i: read(one, f"model.layers.{i}") for i, one in enumerate(each)}
     tensors.check_all_read()

@@ -34,7 +34,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     layers = tuple(LayerConfig(mixers[kind], GatedMLP(), has_post_norms=has_post_norms) for kind in types)
     options = {"head_size": HEAD_SIZE, "rope": turns["full_attention"]}
     norms = lfm2.NORMS | (POST_NORMS if has_post_norms else {})
-    return lfm2.model(config, tensors, layers, norms, llama.AttentionNames(), **options)
+    return lfm2.model(config, tensors, layers, norms, llama.ATTENTION, **options)
 
 
 def _types(config: ConfigFile) -> list[str]:

@@ -29,11 +29,21 @@ class Mixture(Protocol):
 
 
 @dataclass(frozen=True)
+class OuterNames:
+    """How the files of a family name the tensors outside the layers, and the layers."""
+
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True)
 class MLPNames:
     """How the files of a family name the matrices of an MLP: apart, or gate and up as one."""
 
     block: str = "mlp"
-    parts: tuple[str, str] = ("gate_proj", "up_proj")
+    parts: tuple[str, ...] = ("gate_proj", "up_proj")  # the last alone where an MLP has no gate
     whole: str = "gate_up_proj"
     out: str = "down_proj"
 
@@ -47,8 +57,16 @@ class AttentionNames:
     key_norm: str = "k_norm"
 
 
-NAMES = MLPNames()
+OUTER, ATTENTION, NAMES = OuterNames(), AttentionNames(), MLPNames()
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+ACTIVATIONS = {  # by their names in config.json
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+}
 
 
 def build(config: ConfigFile, tensors: Tensors, **options: Any) -> Model:
@@ -69,6 +87,8 @@ def decoder(
     norms: dict[str, str] = NORMS,
     ignored: tuple[str, ...] = (),
     mixture: Mixture | None = None,
+    outer: OuterNames = OUTER,
+    attention: AttentionNames = ATTENTION,
     mlp: MLPNames = NAMES,
     rope: Rope | Callable[[ConfigFile, int], Rope] = ropes.read,
     **options: Any,
@@ -84,6 +104,8 @@ def decoder(
         norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
         ignored: patterns of the names of tensors that the model does not need.
         mixture: reads the parameters of layers with experts; None where there are none.
+        outer: the names of the tensors outside the layers.
+        attention: the names of some tensors of attention.
         mlp: the names of the matrices of an MLP.
         rope: as `config_of` takes it.
         options: further fields of `DecoderConfig`.
@@ -97,7 +119,8 @@ def decoder(
     options |= {"head_size": head_size, "tie_embeddings": tie_embeddings, "rope": rope}
     decoder_config = config_of(config, layers, transposed=tensors.on_one_gpu, **options)
     config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture, mlp))
+    names = {"norms": norms, "mixture": mixture, "attention": attention, "mlp": mlp}
+    return decoder_model(decoder_config, _params(decoder_config, tensors, outer, ignored, **names))
 
 
 def config_of(
@@ -146,6 +169,17 @@ def config_of(
         return DecoderConfig(**fields, **options)
     except ValueError as error:
         raise ValueError(f"{config.path}: {error}") from error
+
+
+def with_epsilon(config: ConfigFile, name: str) -> ConfigFile:
+    """Return the fields with the epsilon of norms, which LayerNorms have in the field `name`, under Llama's name."""
+    config.refuse_null(name)
+    return config.replaced(rms_norm_eps=config.number(name, 1e-5))
+
+
+def activation(config: ConfigFile, name: str, default: str) -> str:
+    """Return the activation of MLPs that the field `name` says, given its default."""
+    return ACTIVATIONS[config.choice(name, tuple(ACTIVATIONS), default)]
 
 
 def size_of_head(config: ConfigFile, default: int | None = None) -> int:
@@ -234,16 +268,24 @@ def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str,
     return tuple(types)
 
 
-def outer_params(config: DecoderConfig, tensors: Tensors, embedding: str, norm: str) -> dict[str, Any]:
-    """Read the parameters outside the layers, given the names of the embedding and of the last norm."""
-    table = config.vocab_size, config.hidden_size
-    params = {
-        "embedding": tensors.table(f"{embedding}.weight", *table),
-        "norm": tensors.vectors({f"{norm}.weight": config.hidden_size}),
-    }
+def outer_params(config: DecoderConfig, tensors: Tensors, names: OuterNames = OUTER) -> dict[str, Any]:
+    """Read the parameters outside the layers."""
+    table, embedding = (config.vocab_size, config.hidden_size), f"model.{names.embedding}.weight"
+    params = {"embedding": tensors.table(embedding, *table)}
+    params |= norm_params(config, tensors, "norm", f"model.{names.norm}")
+    if config.head_has_bias:
+        params["head_bias"] = tensors.vectors({f"{names.head}.bias": config.vocab_size})
     if not config.tie_embeddings:
-        return params | {"head": tensors.table("lm_head.weight", *table)}
-    tensors.check_same("lm_head.weight", f"{embedding}.weight", *table)
+        return params | {"head": tensors.table(f"{names.head}.weight", *table)}
+    tensors.check_same(f"{names.head}.weight", embedding, *table)
+    return params
+
+
+def norm_params(config: DecoderConfig, tensors: Tensors, param: str, name: str) -> dict[str, Array]:
+    """Read the parameters of a norm of the stream, given their name and the name of the norm in the files."""
+    params = {param: tensors.vectors({f"{name}.weight": config.hidden_size})}
+    if config.norms_have_biases:
+        params[f"{param}_bias"] = tensors.vectors({f"{name}.bias": config.hidden_size})
     return params
 
 
@@ -255,6 +297,7 @@ def layer_params(
     norms: dict[str, str] = NORMS,
     inputs: int | None = None,
     mixture: Mixture | None = None,
+    attention: AttentionNames = ATTENTION,
     mlp: MLPNames = NAMES,
 ) -> dict[str, Array]:
     """Read the parameters of a layer as `LayerConfig.shapes` names them, with projections of one input concatenated.
@@ -267,10 +310,12 @@ def layer_params(
         norms: as `decoder` takes them.
         inputs: numbers of a token that attention reads; None is the hidden size.
         mixture: as `decoder` takes it.
+        attention: as `decoder` takes it.
         mlp: as `decoder` takes it.
     """
-    hidden = config.hidden_size
-    params = {param: tensors.vectors({f"{name}.{norm}.weight": hidden}) for param, norm in norms.items()}
+    hidden, params = config.hidden_size, {}
+    for param, norm in norms.items():
+        params |= norm_params(config, tensors, param, f"{name}.{norm}")
     if isinstance(layer.mixer, DeltaNet):
         params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
     elif isinstance(layer.mixer, Mamba2):
@@ -278,11 +323,13 @@ def layer_params(
     elif isinstance(layer.mixer, LatentAttention):
         params |= _latent_params(config, layer.mixer, tensors, f"{name}.self_attn")
     else:
-        params |= attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
+        params |= attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden, attention)
     if isinstance(layer.ffn, GatedMLP):
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif isinstance(layer.ffn, MLP):
-        params |= ungated_params(config, tensors, f"{name}.mlp", config.mlp_size)
+        params |= ungated_params(
+            config, tensors, f"{name}.{mlp.block}", config.mlp_size, mlp, has_bias=layer.ffn.has_bias
+        )
         if layer.ffn.activation == XIELU:
             params["mlp_alphas"] = tensors.vectors({f"{name}.mlp.act_fn.alpha_{sign}": 1 for sign in "pn"})
     elif mixture is not None:
@@ -303,7 +350,7 @@ def attention_params(
     tensors: Tensors,
     name: str,
     inputs: int,
-    names: AttentionNames = AttentionNames(),
+    names: AttentionNames = ATTENTION,
 ) -> dict[str, Array]:
     """Read the parameters of attention that reads `inputs` numbers of a token."""
     config = mixer.sized(config)
@@ -340,6 +387,9 @@ def attention_params(
         params["query_norm"] = scale(of_query, config.num_heads)
         if mixer.keys_of is None:
             params["key_norm"] = scale(of_key, config.num_kv_heads)
+        if mixer.norms_have_biases:
+            params["query_norm_bias"] = tensors.vectors({f"{name}.{of_query}.bias": size})
+            params["key_norm_bias"] = tensors.vectors({f"{name}.{of_key}.bias": size})
     if mixer.has_wide_norms:
         params["query_norm"] = tensors.vectors({f"{name}.q_norm.weight": query})
         params["key_norm"] = tensors.vectors({f"{name}.k_norm.weight": key_value})
@@ -440,27 +490,37 @@ def mlp_params(
     return params
 
 
-def ungated_params(config: DecoderConfig, tensors: Tensors, block: str, size: int) -> dict[str, Array]:
+def ungated_params(
+    config: DecoderConfig, tensors: Tensors, block: str, size: int, names: MLPNames = NAMES, *, has_bias: bool = False
+) -> dict[str, Array]:
     """Read the parameters of an MLP of some width without a gate, whose name is the prefix of the names."""
-    hidden, turned = config.hidden_size, config.transposed
-    return {
-        "mlp_in": tensors.matrices(hidden, {f"{block}.up_proj.weight": size}, transposed=turned),
-        "mlp_out": tensors.matrices(size, {f"{block}.down_proj.weight": hidden}, transposed=turned),
+    hidden, turned, up, out = (
+        config.hidden_size,
+        config.transposed,
+        f"{block}.{names.parts[-1]}",
+        f"{block}.{names.out}",
+    )
+    params = {
+        "mlp_in": tensors.matrices(hidden, {f"{up}.weight": size}, transposed=turned),
+        "mlp_out": tensors.matrices(size, {f"{out}.weight": hidden}, transposed=turned),
     }
+    if has_bias:
+        params["mlp_in_bias"] = tensors.vectors({f"{up}.bias": size})
+        params["mlp_out_bias"] = tensors.vectors({f"{out}.bias": hidden})
+    return params
 
 
 def _params(
     config: DecoderConfig,
     tensors: Tensors,
-    norms: dict[str, str],
+    outer: OuterNames,
     ignored: tuple[str, ...],
-    mixture: Mixture | None,
-    mlp: MLPNames,
+    **names: Any,
 ) -> PyTree:
-    """Read the parameters as `decoder.param_shapes` names them."""
-    params = outer_params(config, tensors, "model.embed_tokens", "model.norm")
+    """Read the parameters as `decoder.param_shapes` names them, given further arguments of `layer_params`."""
+    params = outer_params(config, tensors, outer)
     params["layers"] = {
-        i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, None, mixture, mlp)
+        i: layer_params(config, layer, tensors, f"model.{outer.layers}.{i}", **names)
         for i, layer in enumerate(config.each_layer)
     }
     if config.input is not None:

@@ -121,7 +121,7 @@ def _experts(config: ConfigFile, activation: str) -> Experts:
 
 def _params(config: DecoderConfig, tensors: Tensors) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    params = llama.outer_params(config, tensors, "model.embeddings", "model.norm_f")
+    params = llama.outer_params(config, tensors, llama.OuterNames("embeddings", norm="norm_f"))
     params["layers"] = {
         i: layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
     }
