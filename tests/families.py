@@ -114,6 +114,8 @@ CONFIGS = {
         "tie_word_embeddings": True,
     },
     "phi": CENTRED | {"model_type": "phi", "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.25, "qk_layernorm": True},
+    "starcoder2": CENTRED
+    | {"model_type": "starcoder2", "norm_epsilon": 1e-3, "sliding_window": 5, "tie_word_embeddings": True},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -483,6 +485,7 @@ VARIANTS |= {
 VARIANTS |= {
     "phi_default": CENTRED
     | {"model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "relu2"},
+    "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
 }
 ALL = CONFIGS | VARIANTS
 

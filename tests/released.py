@@ -3,7 +3,7 @@
 from families import ALL, LLAMA3_SCALING, PARTIAL
 
 from specjax.models.experts import ClippedGated, Experts, Shared, SigmoidTopK, TopKSigmoid, TopKSoftmax
-from specjax.models.layer import Attention, GatedMLP, LayerConfig, OutputGate
+from specjax.models.layer import MLP, Attention, GatedMLP, LayerConfig, OutputGate
 from specjax.models.layer_input import LayerInput
 from specjax.models.rope import (
     NO_ROPE,
@@ -724,6 +724,40 @@ RELEASED = {
             "use_cache": True,
         },
         {"rope_theta": 10000.0, "norm_eps": 1e-05},
+    ),
+    "StarCoder2 3B": (
+        "starcoder2",
+        {
+            "architectures": ["Starcoder2ForCausalLM"],
+            "attention_dropout": 0.1,
+            "attention_softmax_in_fp32": True,
+            "bos_token_id": 0,
+            "embedding_dropout": 0.1,
+            "eos_token_id": 0,
+            "hidden_act": "gelu_pytorch_tanh",
+            "initializer_range": 0.018042,
+            "layer_norm_epsilon": 1e-05,
+            "mlp_type": "default",
+            "model_type": "starcoder2",
+            "norm_epsilon": 1e-05,
+            "norm_type": "layer_norm",
+            "residual_dropout": 0.1,
+            "rope_theta": 999999.4420358813,
+            "scale_attention_softmax_in_fp32": True,
+            "scale_attn_weights": True,
+            "sliding_window": 4096,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.37.0.dev0",
+            "use_bias": True,
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 999999.4420358813,
+            "norm_eps": 1e-05,
+            "layers": (
+                LayerConfig(Attention(4096, has_bias=True, has_out_bias=True), MLP("gelu_tanh", has_bias=True)),
+            ),
+        },
     ),
     "Apertus 8B Instruct 2509": (
         "apertus_default",

@@ -273,6 +273,9 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("phi", {"layer_norm_eps": None}, "layer_norm_eps in .* must be absent or have a value, got null"),
         ("phi", {"partial_rotary_factor": 0.2}, "partial_rotary_factor in .* must turn an even number of the 8 .*"),
         ("phi", {"qk_layernorm": False}, "tensor model.layers.0.self_attn.k_layernorm.bias in .* does not belong"),
+        ("starcoder2", {"hidden_act": "swish"}, "hidden_act in .* must be 'gelu' or .* got 'swish'"),
+        ("starcoder2", {"use_bias": False}, "tensor model.layers.0.mlp.c_fc.bias in .* does not belong to a model"),
+        ("starcoder2", {"norm_epsilon": None}, "norm_epsilon in .* must be absent or have a value, got null"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

@@ -82,6 +82,7 @@ FAST = (
     "apertus",
     "dots1",
     "phi",
+    "starcoder2",
 )
 
 

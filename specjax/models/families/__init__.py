@@ -60,6 +60,7 @@ from specjax.models.families import (
     seed_oss,
     smollm3,
     solar_open,
+    starcoder2,
 )
 from specjax.models.tensors import Tensors
 from specjax.types import Model
@@ -143,5 +144,6 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "seed_oss": seed_oss.build,
     "smollm3": smollm3.build,
     "solar_open": solar_open.build,
+    "starcoder2": starcoder2.build,
     "youtu": deepseek_v3.build_dense,
 }
