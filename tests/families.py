@@ -59,6 +59,8 @@ GPT2 = {  # in the names of fields of GPT-2
 }
 # in the fields of families whose norms subtract the mean
 CENTRED = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}
+NEOX = {name: value for name, value in CENTRED.items() if name not in ("num_key_value_heads", "rope_theta")}
+NEOX |= {"model_type": "gpt_neox"}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -116,6 +118,7 @@ CONFIGS = {
     "phi": CENTRED | {"model_type": "phi", "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.25, "qk_layernorm": True},
     "starcoder2": CENTRED
     | {"model_type": "starcoder2", "norm_epsilon": 1e-3, "sliding_window": 5, "tie_word_embeddings": True},
+    "gpt_neox": NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500, "layer_norm_eps": 1e-3},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -485,6 +488,8 @@ VARIANTS |= {
 VARIANTS |= {
     "phi_default": CENTRED
     | {"model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "relu2"},
+    "gpt_neox_serial": NEOX
+    | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu", "tie_word_embeddings": True},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
 }
 ALL = CONFIGS | VARIANTS

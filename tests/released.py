@@ -759,6 +759,26 @@ RELEASED = {
             ),
         },
     ),
+    "Pythia 1.4B": (
+        "gpt_neox",
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "hidden_act": "gelu",
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-05,
+            "model_type": "gpt_neox",
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "transformers_version": "4.24.0",
+            "use_cache": True,
+            "use_parallel_residual": True,
+        },
+        {"rope_theta": 10000.0, "rotary_size": 2, "norm_eps": 1e-05},
+    ),
     "Apertus 8B Instruct 2509": (
         "apertus_default",
         {

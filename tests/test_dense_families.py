@@ -96,6 +96,17 @@ def test_old_files_of_gpt2(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_old_files_of_gpt_neox(tmp_path):
+    """They call the head an embedding, and hold the causal masks of layers and frequencies."""
+    expected = load(write(tmp_path / "new", "gpt_neox"))
+    old = write(tmp_path / "old", "gpt_neox", renamed=lambda name: name.replace("lm_head", "embed_out"))
+    names = {"bias": np.ones((1, 1, 64, 64), bool), "masked_bias": np.float32(-1e9), "rotary_emb.inv_freq": np.ones(2)}
+    others = {f"gpt_neox.layers.{i}.attention.{name}": np.asarray(x) for i in range(2) for name, x in names.items()}
+    save_file(load_file(old / "model.safetensors") | others, old / "model.safetensors")
+    for one, other in zip(*map(jax.tree.leaves, (load(old).params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_matrices_of_gpt2_that_are_rounded(tmp_path):
     """A matrix of codes has its outputs first, whatever the files have first."""
     directory = write(tmp_path / "model", "gpt2")
@@ -276,6 +287,16 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("starcoder2", {"hidden_act": "swish"}, "hidden_act in .* must be 'gelu' or .* got 'swish'"),
         ("starcoder2", {"use_bias": False}, "tensor model.layers.0.mlp.c_fc.bias in .* does not belong to a model"),
         ("starcoder2", {"norm_epsilon": None}, "norm_epsilon in .* must be absent or have a value, got null"),
+        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act in .* must be 'gelu' or .* got 'mish'"),
+        ("gpt_neox", {"head_dim": 16}, "head_dim in .* must be 8, the only value"),
+        ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
+        (
+            "gpt_neox",
+            {"num_attention_heads": 5},
+            "hidden_size in .* must be a multiple of num_attention_heads = 5, got 32",
+        ),
+        ("gpt_neox", {"rotary_pct": None}, "rotary_pct in .* must be absent or have a value, got null"),
+        ("gpt_neox", {"attention_bias": False}, "layers.0.attention.dense.bias in .* does not belong to a model"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

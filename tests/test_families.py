@@ -83,6 +83,7 @@ FAST = (
     "dots1",
     "phi",
     "starcoder2",
+    "gpt_neox",
 )
 
 

@@ -115,6 +115,7 @@ class Attention:
     chunk: int | None = None  # positions of the parts of a sequence that tokens do not see beyond; None: no parts
     norms_by_head: bool = False  # whether the norm of each head has another scale; otherwise one scale is for all heads
     norms_have_biases: bool = False  # whether the norms of heads add a bias, which all heads share
+    by_groups: bool = False  # whether the projections of each key head lie together: its queries, its key, its value
 
     @property
     def seen(self) -> Window:
@@ -162,8 +163,13 @@ class Attention:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
         rows = call.x.shape[:2]
-        qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
-        query, *own = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
+        if self.by_groups:
+            of_group = heads // kv_heads
+            parts = jnp.split(qkv.reshape(*rows, kv_heads, -1, size), [of_group, of_group + 1], axis=3)
+            query, *own = (part.reshape(*rows, -1, size) for part in parts)
+        else:
+            qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
+            query, *own = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
         norms = self._norms_of_memory(config, params, call)
         query = self._placed(config, params, "query", query, turns, norms)
@@ -336,7 +342,13 @@ class LayerConfig:
     has_scale: bool = False  # whether the residual stream after the layer is multiplied by a number
     around: Around | None = None  # changes the input and the output of both; None for no change
     input: "LayerInput | None" = None  # a third sublayer, of the numbers that tokens give to layers; None for none
-    is_parallel: bool = False  # whether the ffn reads the input of the mixer, after the same norm
+    is_parallel: bool = False  # whether the ffn reads the input of the mixer
+    shares_norm: bool = True  # whether the ffn of a parallel layer reads it after the norm of the mixer
+
+    @property
+    def has_one_norm(self) -> bool:
+        """Whether mixer and ffn read the output of one norm."""
+        return self.is_parallel and self.shares_norm
 
     def shapes(self, config: "DecoderConfig", inputs: int | None = None) -> Shapes:
         """Return the shapes of the parameters by name.
@@ -353,7 +365,7 @@ class LayerConfig:
         if self.ffn is not None:
             shapes |= self.ffn.shapes(config)
             parts.append("mlp")
-        is_normed = {"attention": inputs is None, "mlp": not self.is_parallel}
+        is_normed = {"attention": inputs is None, "mlp": not self.has_one_norm}
         names = [f"{part}_norm" for part in parts if self.has_norms and is_normed[part]]
         if self.has_post_norms:
             names += [f"{part}_post_norm" for part in parts]
@@ -417,7 +429,7 @@ def _enter(
     config: "DecoderConfig", layer: LayerConfig, params: Params, name: str, x: Array, residual: Array
 ) -> Sublayer:
     """Return the input of the sublayer "attention" or "mlp"."""
-    of_norm = "attention" if layer.is_parallel else name
+    of_norm = "attention" if layer.has_one_norm else name
     norm = _norm(config, params, of_norm) if f"{of_norm}_norm" in params else None
     x, norm = without_centred(x, norm)
     if layer.around is not None:

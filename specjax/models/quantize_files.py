@@ -21,8 +21,9 @@ from specjax.models.safetensors_file import DTYPES, read_array, read_header
 
 MATRIX = re.compile(  # of a layer, and what stands beside the layers of small Gemma 4 and of OPT
     r"(?:.*\.)?(?:layers\.\d+\.(?:.*\.)?"
-    r"(?:\w+_proj|kv_a_proj_with_mqa|in_proj_\w+|dense|c_fc|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear"
-    r"|per_layer_input_gate|per_layer_projection)|per_layer_model_projection|project_in|project_out)\.weight"
+    r"(?:\w+_proj|kv_a_proj_with_mqa|in_proj_\w+|dense(?:_\w+)?|query_key_value|c_fc|fc1|fc2|w[123]"
+    r"|shared_mlp\.(?:in|out)put_linear|per_layer_input_gate|per_layer_projection)"
+    r"|per_layer_model_projection|project_in|project_out)\.weight"
 )
 COPIED = re.compile(  # of the towers for images and sound; and what makes keys of latents, which `load` keeps as floats
     r"(?:model\.)?(?:vision_tower|vision_model|audio_tower|visual)\..*|.*\.kv_b_proj\.weight"
@@ -117,9 +118,7 @@ def _fill(model: Checkpoint, out: Path, format: str) -> tuple[int, int]:
         after += sum(written.values())
         weight_map |= dict.fromkeys(written, path.name)
     if not rounded:
-        raise ValueError(
-            f"{model.directory} must have matrices of layers, which end in _proj, _linear, dense or fc, got none"
-        )
+        raise ValueError(f"{model.directory} must have matrices of layers, as those that end in _proj, got none")
     if len(files) > 1:
         index = {"metadata": {"total_size": after}, "weight_map": weight_map}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -318,6 +318,8 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
         first_key = queries * whole.num_heads + first
         if name == "key_norm":
             return [(first * numbers, (first + part.num_kv_heads) * numbers)]
+        if isinstance(whole, DecoderConfig) and getattr(whole.layers[0].mixer, "by_groups", False):
+            return _runs_of_groups(device, whole, part, copies)
         firsts = [first_key + i * whole.num_kv_heads for i in range(_num_projected(whole))]
         return [own(queries * part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
     return []
@@ -349,6 +351,17 @@ def _num_projected(config: Config) -> int:
     """Return how many of keys and values have a projection."""
     mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else Attention()
     return (1 + mixer.has_values) * (mixer.keys_of is None)
+
+
+def _runs_of_groups(device: int, whole: Config, part: Config, copies: int) -> list[Run]:
+    """Return a device's part of projections that lie together by key heads, of which so many devices have each."""
+    size, queries, own = whole.head_size, whole.num_heads // whole.num_kv_heads, part.num_heads // part.num_kv_heads
+    first, runs = device * part.num_kv_heads // copies, []
+    for group in range(first, first + part.num_kv_heads):
+        query = group * (queries + 2) + device % copies * own
+        key = group * (queries + 2) + queries
+        runs += [(query * size, (query + own) * size), (key * size, (key + 2) * size)]
+    return runs
 
 
 def _runs_of_delta_net(name: str, device: int, part: Config, number: int) -> list[Run]:

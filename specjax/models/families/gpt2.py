@@ -21,7 +21,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         hidden_size=hidden_size,
         num_layers=config.size("n_layer", most=llama.MAX_LAYERS),
         num_heads=config.size("n_head"),
-        head_size=opt.size_of_head(config, "n_embd", "n_head"),
+        head_size=llama.part_of_head(config, "n_embd", "n_head"),
         mlp_size=config.size("n_inner", 4 * hidden_size),
         max_length=config.size("n_positions"),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),

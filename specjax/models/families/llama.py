@@ -50,11 +50,13 @@ class MLPNames:
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """How the files of a family name the last matrix of attention, and the norms of queries and keys."""
+    """How the files of a family name attention, its last matrix, the norms of heads, and the first matrices as one."""
 
     out: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    block: str = "self_attn"
+    whole: str = "qkv_proj"
 
 
 OUTER, ATTENTION, NAMES = OuterNames(), AttentionNames(), MLPNames()
@@ -184,15 +186,17 @@ def activation(config: ConfigFile, name: str, default: str) -> str:
 
 def size_of_head(config: ConfigFile, default: int | None = None) -> int:
     """Return the field head_dim, or its default; None is hidden_size / num_attention_heads."""
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     if "head_dim" not in config and default is None:
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"{config.where('hidden_size')} must be a multiple of num_attention_heads = {num_heads}, "
-                f"got {hidden_size}"
-            )
-        default = hidden_size // num_heads
+        default = part_of_head(config)
     return config.size("head_dim", default)
+
+
+def part_of_head(config: ConfigFile, hidden: str = "hidden_size", heads: str = "num_attention_heads") -> int:
+    """Return the hidden size / the number of heads, given the names of the two fields."""
+    hidden_size, num_heads = config.size(hidden), config.size(heads)
+    if hidden_size % num_heads:
+        raise ValueError(f"{config.where(hidden)} must be a multiple of {heads} = {num_heads}, got {hidden_size}")
+    return hidden_size // num_heads
 
 
 def with_dense(layers: tuple[LayerConfig, ...], ffn: GatedMLP, is_dense: Sequence[bool]) -> tuple[LayerConfig, ...]:
@@ -323,7 +327,8 @@ def layer_params(
     elif isinstance(layer.mixer, LatentAttention):
         params |= _latent_params(config, layer.mixer, tensors, f"{name}.self_attn")
     else:
-        params |= attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden, attention)
+        block = f"{name}.{attention.block}"
+        params |= attention_params(config, layer.mixer, tensors, block, inputs or hidden, attention)
     if isinstance(layer.ffn, GatedMLP):
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif isinstance(layer.ffn, MLP):
@@ -359,7 +364,7 @@ def attention_params(
     widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": key_value}
     absent = ["k_proj", "v_proj"] if mixer.keys_of is not None else [] if mixer.has_values else ["v_proj"]
     widths = {part: width for part, width in widths.items() if part not in absent}
-    widths = _stored(tensors, name, widths, "qkv_proj")
+    widths = _stored(tensors, name, widths, names.whole)
     params = {
         "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
         "attention_out": matrices(query, {f"{name}.{names.out}.weight": config.hidden_size}),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax.models.attention import KeyValues, cache_scales, memories
 from specjax.models.config_file import ConfigFile
-from specjax.models.families.llama import MAX_LAYERS
+from specjax.models.families import llama
 from specjax.models.layer import ACTIVATIONS
 from specjax.models.linear import linear
 from specjax.models.network import Network, Taps, by_group, embed, network_model, without_padding
@@ -160,9 +160,9 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
         vocab_size=config.size("vocab_size"),
         embedding_size=config.size("word_embed_proj_dim", hidden_size),
         hidden_size=hidden_size,
-        num_layers=config.size("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=config.size("num_hidden_layers", most=llama.MAX_LAYERS),
         num_heads=config.size("num_attention_heads"),
-        head_size=size_of_head(config, "hidden_size", "num_attention_heads"),
+        head_size=llama.part_of_head(config),
         mlp_size=config.size("ffn_dim"),
         max_length=config.size("max_position_embeddings"),
         norm_first=norm_first,
@@ -170,14 +170,6 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     )
     config.check_computation()
     return network_model(NETWORK, opt_config, _params(opt_config, tensors))
-
-
-def size_of_head(config: ConfigFile, hidden: str, heads: str) -> int:
-    """Return the size of a head, given the names of the fields with the hidden size and with the number of heads."""
-    hidden_size, num_heads = config.size(hidden), config.size(heads)
-    if hidden_size % num_heads:
-        raise ValueError(f"{config.where(hidden)} must be a multiple of {heads} = {num_heads}, got {hidden_size}")
-    return hidden_size // num_heads
 
 
 def norm_params(tensors: Tensors, name: str, size: int) -> dict[str, Array]:
