@@ -119,6 +119,9 @@ CONFIGS = {
     "starcoder2": CENTRED
     | {"model_type": "starcoder2", "norm_epsilon": 1e-3, "sliding_window": 5, "tie_word_embeddings": True},
     "gpt_neox": NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500, "layer_norm_eps": 1e-3},
+    "stablelm": CENTRED
+    | {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}
+    | {"layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -490,6 +493,7 @@ VARIANTS |= {
     | {"model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "relu2"},
     "gpt_neox_serial": NEOX
     | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu", "tie_word_embeddings": True},
+    "stablelm_serial": CENTRED | {"model_type": "stablelm", "hidden_act": "gelu", "tie_word_embeddings": True},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
 }
 ALL = CONFIGS | VARIANTS

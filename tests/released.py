@@ -725,6 +725,30 @@ RELEASED = {
         },
         {"rope_theta": 10000.0, "norm_eps": 1e-05},
     ),
+    "StableLM 2 12B": (
+        "stablelm",
+        {
+            "architectures": ["StableLmForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 100257,
+            "eos_token_id": 100257,
+            "hidden_act": "silu",
+            "hidden_dropout": 0.0,
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-05,
+            "model_type": "stablelm",
+            "partial_rotary_factor": 0.25,
+            "qk_layernorm": True,
+            "rope_theta": 10000,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.40.0.dev0",
+            "use_cache": True,
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,  # false in the release: the tensors of the case have biases
+        },
+        {"rope_theta": 10000.0, "rotary_size": 2, "norm_eps": 1e-05},
+    ),
     "StarCoder2 3B": (
         "starcoder2",
         {

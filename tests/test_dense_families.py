@@ -297,6 +297,10 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ),
         ("gpt_neox", {"rotary_pct": None}, "rotary_pct in .* must be absent or have a value, got null"),
         ("gpt_neox", {"attention_bias": False}, "layers.0.attention.dense.bias in .* does not belong to a model"),
+        ("stablelm", {"hidden_act": "mish"}, "hidden_act in .* must be 'gelu' or .* got 'mish'"),
+        ("stablelm", {"head_dim": 16}, "head_dim in .* must be 8, the only value"),
+        ("stablelm", {"qk_layernorm": False}, "self_attn.k_layernorm.norms.0.weight in .* does not belong to a model"),
+        ("stablelm", {"use_qkv_bias": False}, "layers.0.self_attn.k_proj.bias in .* does not belong to a model"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

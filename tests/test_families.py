@@ -84,6 +84,7 @@ FAST = (
     "phi",
     "starcoder2",
     "gpt_neox",
+    "stablelm",
 )
 
 

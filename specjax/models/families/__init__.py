@@ -61,6 +61,7 @@ from specjax.models.families import (
     seed_oss,
     smollm3,
     solar_open,
+    stablelm,
     starcoder2,
 )
 from specjax.models.tensors import Tensors
@@ -146,6 +147,7 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "seed_oss": seed_oss.build,
     "smollm3": smollm3.build,
     "solar_open": solar_open.build,
+    "stablelm": stablelm.build,
     "starcoder2": starcoder2.build,
     "youtu": deepseek_v3.build_dense,
 }

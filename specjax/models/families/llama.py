@@ -385,6 +385,8 @@ def attention_params(
             of_query, of_key = "query_layernorm", "key_layernorm"
 
         def scale(stored: str, heads: int) -> Array:
+            if mixer.norms_by_head and f"{name}.{stored}.norms.0.weight" in tensors:
+                return tensors.rows([f"{name}.{stored}.norms.{i}.weight" for i in range(heads)], size)
             if mixer.norms_by_head:
                 return tensors.table(f"{name}.{stored}.weight", heads, size)
             return tensors.vectors({f"{name}.{stored}.weight": size})
