@@ -494,6 +494,8 @@ VARIANTS |= {
     "gpt_neox_serial": NEOX
     | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu", "tie_word_embeddings": True},
     "stablelm_serial": CENTRED | {"model_type": "stablelm", "hidden_act": "gelu", "tie_word_embeddings": True},
+    "olmo": CENTRED | {"model_type": "olmo", "clip_qkv": 1.5, "attention_bias": True},
+    "olmo_plain": CENTRED | {"model_type": "olmo", "hidden_act": "relu", "tie_word_embeddings": True},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
 }
 ALL = CONFIGS | VARIANTS

@@ -725,6 +725,30 @@ RELEASED = {
         },
         {"rope_theta": 10000.0, "norm_eps": 1e-05},
     ),
+    "OLMo 1.7 7B": (
+        "olmo",
+        {
+            "architectures": ["OlmoForCausalLM"],
+            "attention_bias": True,  # false in the release: the tensors of the case have biases
+            "attention_dropout": 0.0,
+            "clip_qkv": 8.0,
+            "eos_token_id": 50279,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "model_type": "olmo",
+            "pad_token_id": 1,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            "transformers_version": "4.40.0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 10000.0,
+            "layers": (LayerConfig(Attention(has_bias=True, has_out_bias=True, bound=8.0)),),
+        },
+    ),
     "StableLM 2 12B": (
         "stablelm",
         {

@@ -301,6 +301,9 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("stablelm", {"head_dim": 16}, "head_dim in .* must be 8, the only value"),
         ("stablelm", {"qk_layernorm": False}, "self_attn.k_layernorm.norms.0.weight in .* does not belong to a model"),
         ("stablelm", {"use_qkv_bias": False}, "layers.0.self_attn.k_proj.bias in .* does not belong to a model"),
+        ("olmo", {"hidden_act": "mish"}, "hidden_act in .* must be 'gelu' or .* got 'mish'"),
+        ("olmo", {"clip_qkv": -8.0}, "clip_qkv in .* must be positive and finite, got -8.0"),
+        ("olmo", {"attention_bias": False}, "layers.0.self_attn.k_proj.bias in .* does not belong to a model"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

@@ -85,6 +85,7 @@ FAST = (
     "starcoder2",
     "gpt_neox",
     "stablelm",
+    "olmo",
 )
 
 

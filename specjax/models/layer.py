@@ -115,6 +115,7 @@ class Attention:
     chunk: int | None = None  # positions of the parts of a sequence that tokens do not see beyond; None: no parts
     norms_by_head: bool = False  # whether the norm of each head has another scale; otherwise one scale is for all heads
     norms_have_biases: bool = False  # whether the norms of heads add a bias, which all heads share
+    bound: float | None = None  # largest size of the numbers of queries, keys and values; None for none
     by_groups: bool = False  # whether the projections of each key head lie together: its queries, its key, its value
 
     @property
@@ -162,6 +163,7 @@ class Attention:
         config = self.sized(config)
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
+        qkv = qkv if self.bound is None else jnp.clip(qkv, -self.bound, self.bound)
         rows = call.x.shape[:2]
         if self.by_groups:
             of_group = heads // kv_heads

@@ -257,6 +257,14 @@ class Tensors:
         """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})
 
+    def ones(self, size: int) -> Array:
+        """Return a vector of ones, which the files do not have."""
+
+        def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
+            out[:] = 1
+
+        return self._array(Stored((size,), self._dtype, fill), ())
+
     def row(self, name: str, size: int) -> Array:
         """Read a table of one row [1, size] as a vector."""
         self._check(name, (1, size))

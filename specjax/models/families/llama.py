@@ -34,7 +34,7 @@ class OuterNames:
 
     embedding: str = "embed_tokens"
     layers: str = "layers"
-    norm: str = "norm"
+    norm: str | None = "norm"  # None for one without a scale, of which files have nothing
     head: str = "lm_head"
 
 
@@ -86,7 +86,7 @@ def decoder(
     *,
     head_size: int | None = None,
     tie_embeddings: bool = False,
-    norms: dict[str, str] = NORMS,
+    norms: Mapping[str, str | None] = NORMS,
     ignored: tuple[str, ...] = (),
     mixture: Mixture | None = None,
     outer: OuterNames = OUTER,
@@ -103,7 +103,7 @@ def decoder(
         layers: the description of each layer, or one of all layers.
         head_size: default of the field head_dim; None is hidden_size / num_attention_heads.
         tie_embeddings: default of the field tie_word_embeddings.
-        norms: maps each norm's parameter of a layer to the name of its tensor in a layer.
+        norms: maps each norm's parameter of a layer to the name of its tensor in a layer; None for one without a scale.
         ignored: patterns of the names of tensors that the model does not need.
         mixture: reads the parameters of layers with experts; None where there are none.
         outer: the names of the tensors outside the layers.
@@ -276,7 +276,7 @@ def outer_params(config: DecoderConfig, tensors: Tensors, names: OuterNames = OU
     """Read the parameters outside the layers."""
     table, embedding = (config.vocab_size, config.hidden_size), f"model.{names.embedding}.weight"
     params = {"embedding": tensors.table(embedding, *table)}
-    params |= norm_params(config, tensors, "norm", f"model.{names.norm}")
+    params |= norm_params(config, tensors, "norm", "model", names.norm)
     if config.head_has_bias:
         params["head_bias"] = tensors.vectors({f"{names.head}.bias": config.vocab_size})
     if not config.tie_embeddings:
@@ -285,11 +285,16 @@ def outer_params(config: DecoderConfig, tensors: Tensors, names: OuterNames = OU
     return params
 
 
-def norm_params(config: DecoderConfig, tensors: Tensors, param: str, name: str) -> dict[str, Array]:
-    """Read the parameters of a norm of the stream, given their name and the name of the norm in the files."""
-    params = {param: tensors.vectors({f"{name}.weight": config.hidden_size})}
+def norm_params(config: DecoderConfig, tensors: Tensors, param: str, block: str, name: str | None) -> dict[str, Array]:
+    """Read the parameters of a norm of the stream, given their name, and the name of the norm in a block of the files.
+
+    A norm without a name is not in the files and has the scale 1.
+    """
+    if name is None:
+        return {param: tensors.ones(config.hidden_size)}
+    params = {param: tensors.vectors({f"{block}.{name}.weight": config.hidden_size})}
     if config.norms_have_biases:
-        params[f"{param}_bias"] = tensors.vectors({f"{name}.bias": config.hidden_size})
+        params[f"{param}_bias"] = tensors.vectors({f"{block}.{name}.bias": config.hidden_size})
     return params
 
 
@@ -298,7 +303,7 @@ def layer_params(
     layer: LayerConfig,
     tensors: Tensors,
     name: str,
-    norms: dict[str, str] = NORMS,
+    norms: Mapping[str, str | None] = NORMS,
     inputs: int | None = None,
     mixture: Mixture | None = None,
     attention: AttentionNames = ATTENTION,
@@ -319,7 +324,7 @@ def layer_params(
     """
     hidden, params = config.hidden_size, {}
     for param, norm in norms.items():
-        params |= norm_params(config, tensors, param, f"{name}.{norm}")
+        params |= norm_params(config, tensors, param, name, norm)
     if isinstance(layer.mixer, DeltaNet):
         params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
     elif isinstance(layer.mixer, Mamba2):
