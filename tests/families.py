@@ -122,6 +122,8 @@ CONFIGS = {
     "stablelm": CENTRED
     | {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}
     | {"layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5},
+    "nemotron": CENTRED
+    | {"model_type": "nemotron", "head_dim": 12, "norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -496,6 +498,8 @@ VARIANTS |= {
     "stablelm_serial": CENTRED | {"model_type": "stablelm", "hidden_act": "gelu", "tie_word_embeddings": True},
     "olmo": CENTRED | {"model_type": "olmo", "clip_qkv": 1.5, "attention_bias": True},
     "olmo_plain": CENTRED | {"model_type": "olmo", "hidden_act": "relu", "tie_word_embeddings": True},
+    "nemotron_plain": CENTRED
+    | {"model_type": "nemotron", "hidden_act": "silu", "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
 }
 ALL = CONFIGS | VARIANTS

@@ -749,6 +749,29 @@ RELEASED = {
             "layers": (LayerConfig(Attention(has_bias=True, has_out_bias=True, bound=8.0)),),
         },
     ),
+    "Minitron 4B": (
+        "nemotron",
+        {
+            "architectures": ["NemotronForCausalLM"],
+            "attention_bias": True,  # false in the release, as mlp_bias: the tensors of the case have biases
+            "attention_dropout": 0.0,
+            "bos_token_id": 2,
+            "eos_token_id": 3,
+            "head_dim": 12,
+            "hidden_act": "relu2",
+            "initializer_range": 0.0134,
+            "mlp_bias": True,
+            "model_type": "nemotron",
+            "norm_eps": 1e-05,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.32.0.dev0",
+            "use_cache": True,
+        },
+        {"rope_theta": 10000.0, "norm_eps": 1e-05},
+    ),
     "StableLM 2 12B": (
         "stablelm",
         {

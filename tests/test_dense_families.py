@@ -304,6 +304,9 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("olmo", {"hidden_act": "mish"}, "hidden_act in .* must be 'gelu' or .* got 'mish'"),
         ("olmo", {"clip_qkv": -8.0}, "clip_qkv in .* must be positive and finite, got -8.0"),
         ("olmo", {"attention_bias": False}, "layers.0.self_attn.k_proj.bias in .* does not belong to a model"),
+        ("nemotron", {"hidden_act": "mish"}, "hidden_act in .* must be 'gelu' or .* got 'mish'"),
+        ("nemotron", {"mlp_bias": False}, "layers.0.mlp.down_proj.bias in .* does not belong to a model"),
+        ("nemotron", {"norm_eps": None}, "norm_eps in .* must be absent or have a value, got null"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

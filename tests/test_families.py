@@ -86,6 +86,7 @@ FAST = (
     "gpt_neox",
     "stablelm",
     "olmo",
+    "nemotron",
 )
 
 
