@@ -61,6 +61,7 @@ GPT2 = {  # in the names of fields of GPT-2
 CENTRED = {name: value for name, value in LLAMA.items() if name != "rms_norm_eps"}
 NEOX = {name: value for name, value in CENTRED.items() if name not in ("num_key_value_heads", "rope_theta")}
 NEOX |= {"model_type": "gpt_neox"}
+FALCON = SIZES | {"model_type": "falcon", "rope_theta": 500.0}
 OPT = SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -124,6 +125,8 @@ CONFIGS = {
     | {"layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5},
     "nemotron": CENTRED
     | {"model_type": "nemotron", "head_dim": 12, "norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True},
+    "falcon": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "layer_norm_epsilon": 1e-3},
+    "falcon_multi_query": FALCON | {"ffn_hidden_size": 48},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt_no_final_norm": OPT | {"model_type": "opt", "_remove_final_layer_norm": True},
@@ -500,6 +503,11 @@ VARIANTS |= {
     "olmo_plain": CENTRED | {"model_type": "olmo", "hidden_act": "relu", "tie_word_embeddings": True},
     "nemotron_plain": CENTRED
     | {"model_type": "nemotron", "hidden_act": "silu", "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    "falcon_serial": FALCON
+    | {"multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False}
+    | {"activation": "relu"},
+    "falcon_one_norm": FALCON
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 48},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
 }
 ALL = CONFIGS | VARIANTS

@@ -107,6 +107,12 @@ def test_old_files_of_gpt_neox(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_one_key_head_of_falcon(tmp_path):
+    """Files with one may say another number, which new releases alone have."""
+    config = ALL["falcon_multi_query"] | {"num_kv_heads": 4}
+    assert load(write(tmp_path / "model", "falcon_multi_query", config=config)).apply.config.num_kv_heads == 1
+
+
 def test_matrices_of_gpt2_that_are_rounded(tmp_path):
     """A matrix of codes has its outputs first, whatever the files have first."""
     directory = write(tmp_path / "model", "gpt2")
@@ -307,6 +313,20 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("nemotron", {"hidden_act": "mish"}, "hidden_act in .* must be 'gelu' or .* got 'mish'"),
         ("nemotron", {"mlp_bias": False}, "layers.0.mlp.down_proj.bias in .* does not belong to a model"),
         ("nemotron", {"norm_eps": None}, "norm_eps in .* must be absent or have a value, got null"),
+        ("falcon", {"alibi": True}, "alibi in .* must be False, the only value that specjax supports, got True"),
+        ("falcon", {"activation": "mish"}, "activation in .* must be 'gelu' or .* got 'mish'"),
+        ("falcon", {"head_dim": 16}, "head_dim in .* must be 8, the only value"),
+        ("falcon", {"n_embed": 64}, "n_embed in .* must be 32, the only value"),
+        ("falcon", {"multi_query": None}, "multi_query in .* must be absent or have a value, got null"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn in .* must be True, the only value"),
+        ("falcon", {"num_ln_in_parallel_attn": 3}, r"num_ln_in_parallel_attn in .* must be in \[1, 2\], got 3"),
+        ("falcon", {"num_ln_in_parallel_attn": 1}, "h.0.input_layernorm.weight is missing"),
+        (
+            "falcon_multi_query",
+            {"num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn in .* must be 1, the only value",
+        ),
+        ("falcon_serial", {"num_kv_heads": 2}, "num_kv_heads in .* must be 4, the only value"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

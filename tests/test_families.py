@@ -87,6 +87,7 @@ FAST = (
     "stablelm",
     "olmo",
     "nemotron",
+    "falcon",
 )
 
 

@@ -115,6 +115,7 @@ def test_experts_get_matrices_of_their_own(tmp_path, case):
         (families.write, "phi"),
         (families.write, "starcoder2"),
         (families.write, "gpt_neox"),
+        (families.write, "falcon"),
     ],
 )
 def test_all_matrices_of_a_family_are_rounded_as_when_it_is_read(tmp_path, write, case):

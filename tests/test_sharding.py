@@ -19,8 +19,8 @@ from specjax.models import data_parallel, load, tensor_parallel, tensors, with_f
 # Families whose devices share the numbers of a norm, with heads of several sizes and numbers, with another network,
 # with activations that have parameters, with a bias of logits, and with queries, keys and values of heads together.
 OTHERS = "olmo3", "gemma4", "gemma4_small", "gemma4_moe", "laguna", "afmoe", "hunyuan_moe", "llama4"
-OTHERS += "gpt2_untied", "apertus", "phi_default", "gpt_neox_serial", "olmo"
-FAST = "llama_bias", "gemma2", "opt_post_norm"  # of the families
+OTHERS += "gpt2_untied", "apertus", "phi_default", "gpt_neox_serial", "olmo", "falcon_one_norm"
+FAST = "llama_bias", "gemma2", "opt_post_norm", "falcon_multi_query"  # of the families
 
 
 @pytest.fixture(scope="module", autouse=True)

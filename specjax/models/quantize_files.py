@@ -23,6 +23,7 @@ MATRIX = re.compile(  # of a layer, and what stands beside the layers of small G
     r"(?:.*\.)?(?:layers\.\d+\.(?:.*\.)?"
     r"(?:\w+_proj|kv_a_proj_with_mqa|in_proj_\w+|dense(?:_\w+)?|query_key_value|c_fc|fc1|fc2|w[123]"
     r"|shared_mlp\.(?:in|out)put_linear|per_layer_input_gate|per_layer_projection)"
+    r"|h\.\d+\.\w+\.(?:dense(?:_\w+)?|query_key_value)"
     r"|per_layer_model_projection|project_in|project_out)\.weight"
 )
 COPIED = re.compile(  # of the towers for images and sound; and what makes keys of latents, which `load` keeps as floats
