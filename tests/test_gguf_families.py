@@ -237,6 +237,17 @@ CASES = {
         },
     ),
     "seed_oss": ("seed_oss", {}, {}),
+    "olmo": (
+        "olmo_plain",
+        {"clip_qkv": 1.5, "hidden_act": "silu"},
+        {"add_layer_norm_eps": 1e-5, "add_clamp_kqv": 1.5},
+    ),
+    "nemotron": (
+        "nemotron_plain",
+        {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        {"add_layer_norm_eps": 1e-5, "add_rope_dimension_count": 4}
+        | {"add_rope_scaling_type": gguf.RopeScalingType.NONE},
+    ),
     "command-r": ("cohere", {}, {"add_layer_norm_eps": 1e-3, "add_logit_scale": 0.8333}),
     "cohere2": (
         "cohere2",
@@ -367,7 +378,7 @@ CASES = {
 }
 
 
-FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna", "apertus"  # of these
+FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna", "apertus", "olmo"  # of these
 
 
 def name_in(names, name):
@@ -426,7 +437,7 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
         "add_feed_forward_length": config["intermediate_size"],
         "add_head_count": config["num_attention_heads"],
         "add_head_count_kv": config["num_key_value_heads"],
-        "add_layer_norm_rms_eps": config["rms_norm_eps"],
+        "add_layer_norm_rms_eps": config.get("rms_norm_eps", 1.0),  # LayerNorms have the field of `fields`
         "add_rope_freq_base": config["rope_theta"],
     }
     if config.get("head_dim") is not None:
@@ -443,9 +454,9 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
         if architecture == "laguna":
             name = name.replace(".g_proj.", ".gate_proj.").replace("post_attention_layernorm", "pre_mlp_layernorm")
         # The halves of each head lie between each other.
-        if architecture in ("llama", "mistral3", "smollm3", "granite") and part in heads:
+        if architecture in ("llama", "mistral3", "smollm3", "granite", "olmo") and part in heads:
             values = values.reshape(heads[part], 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture in ("gemma", "gemma3") and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma3", "nemotron") and name.endswith("norm.weight"):
             values = values + 1
         kind = kinds.get(part) if name.endswith("weight") else None
         if part == "kv_b_proj" and "add_key_length_mla" in fields:  # keys are turned
@@ -702,6 +713,8 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
         ("qwen3moe", {"add_expert_used_count": 9}, r"num_experts_per_tok in .* must be in \[1, 8\], got 9"),
         ("qwen3moe", {"add_expert_count": 7}, r"mlp.gate.weight in .* must have shape \(7, 32\), got \(8, 32\)"),
         ("cohere2", {"add_sliding_window": 0}, r"sliding_window in .* must be in \[1, .*\], got 0"),
+        ("olmo", {"add_layer_norm_eps": 1e-3}, "olmo.attention.layer_norm_epsilon in .* must be .* or absent, got"),
+        ("nemotron", {"add_key_length": 12, "add_value_length": 12}, "nemotron.attention.key_length in .* must be"),
         ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),
         ("phi3", {"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "phi3.rope.scaling.type in .* must be"),
         ("phi3", {"add_head_count": 64}, "phi3.attention.key_length in .* must be at least 1, got 0"),

@@ -198,6 +198,10 @@ ARCHITECTURES = {
         names=mixtures.OF_EXPERTS + mixtures.OF_HUNYUAN + dense.OF_HUNYUAN,
         has_experts=True,
     ),
+    "olmo": Architecture(fields=dense.olmo, has_halves_between=True, epsilon=OF_LAYER_NORM),
+    "nemotron": Architecture(
+        fields=dense.nemotron, epsilon=OF_LAYER_NORM, has_norm_offset=True, has_partial_rotary=True
+    ),
     "olmoe": Architecture(fields=mixtures.olmoe, names=mixtures.OF_EXPERTS, has_experts=True),
     "olmo2": Architecture(fields=dense.olmo2, names=dense.POST_NORMS, scalings=("yarn",)),
     "seed_oss": Architecture(fields=dense.seed_oss, names=dense.POST_NORMS[:1]),

@@ -60,6 +60,26 @@ def layer_types(slides: Sequence[bool]) -> list[str]:
     return ["sliding_attention" if one else "full_attention" for one in slides]
 
 
+def olmo(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of OLMo 1, whose norms have one epsilon."""
+    fields.only("attention.layer_norm_epsilon", float(np.float32(1e-5)))
+    bound = fields.get("attention.clamp_kqv", float, None)
+    return without_window(fields, config) | {"attention_bias": False, "clip_qkv": bound}
+
+
+def nemotron(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Nemotron-4 and Minitron."""
+    heads, size = config["num_attention_heads"], config["head_dim"]
+    if heads * size != config["hidden_size"]:
+        raise ValueError(
+            f"nemotron.attention.key_length in {fields.header.path} must be embedding_length / head_count, because "
+            f"files with other heads say wrongly how many of their numbers turn, got {size}"
+        )
+    found = {"norm_eps": config["rms_norm_eps"], "mlp_bias": "blk.0.ffn_up.bias" in fields.header.tensors}
+    turned = fields.get("rope.dimension_count", int)
+    return without_window(fields, config) | found | {"partial_rotary_factor": turned / size}
+
+
 def three_of_four_slide(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """Return the windows of layers; where the file does not say which layers have them, every fourth has none."""
     window, number = fields.get("attention.sliding_window", int, 0), config["num_hidden_layers"]
