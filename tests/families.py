@@ -477,6 +477,18 @@ VARIANTS |= {
     | {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
     "dots1_default": MOE | {"model_type": "dots1", "head_dim": 16, "n_routed_experts": 6, "n_shared_experts": 1},
 }
+VARIANTS |= {
+    "cohere2_moe": LLAMA
+    | {"model_type": "cohere2_moe", "num_hidden_layers": 5, "head_dim": 16, "layer_norm_eps": 1e-5}
+    | {"sliding_window": 5, "sliding_window_pattern": 2, "first_k_dense_replace": 2, "attention_bias": True}
+    | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "prefix_dense_intermediate_size": 40}
+    | {"expert_selection_fn": "sigmoid", "logit_scale": 0.25, "rms_norm_eps": None, "tie_word_embeddings": True},
+    "cohere2_moe_means": LLAMA
+    | {"model_type": "cohere2_moe", "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 4}
+    | {"first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2, "rms_norm_eps": 1e-3}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
+    | {"shared_expert_combination_strategy": "sum"},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -81,6 +81,7 @@ FAST = (
     "gpt2_untied",
     "apertus",
     "dots1",
+    "cohere2_moe",
 )
 
 

@@ -18,7 +18,7 @@ from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import Experts, Shared, SigmoidTopK
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
-from specjax.models.rope import Rope, YarnScaling
+from specjax.models.rope import NO_ROPE, Rope, YarnScaling
 from specjax.testing import assert_model
 from specjax.types import ModelInput
 
@@ -90,7 +90,7 @@ def test_calls_of_many_tokens_expand_latents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3", "cohere2_moe"])
 def test_devices_share_a_model(case, goldens, tmp_path):
     model = load(write(tmp_path / "model", case), mesh=two_devices())
     assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
@@ -168,6 +168,16 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("dots1", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
         ("dots1", {"layer_types": ["full_attention"]}, "layer_types in .* must be 2 times"),
         ("dots1", {"n_group": 3}, "num_groups must divide num_experts = 8, got 3"),
+        ("cohere2_moe", {"expert_selection_fn": "top"}, "expert_selection_fn in .* must be 'softmax' or 'sigmoid'"),
+        (
+            "cohere2_moe",
+            {"shared_expert_combination_strategy": "max"},
+            "combination_strategy in .* must be 'average' or 'sum'",
+        ),
+        ("cohere2_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling in .* must be absent"),
+        ("cohere2_moe", {"use_parallel_block": False}, "use_parallel_block in .* must be True, the only value"),
+        ("cohere2_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 5 times 'dense' or 'sparse'"),
+        ("cohere2_moe", {"prefix_dense_intermediate_size": None}, r"gate_proj.weight in .* must have shape \(48, 32\)"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -348,6 +358,18 @@ def test_dots_renormalises_no_weights_by_default(tmp_path):
         fields = ALL["dots1_default"] | {"norm_topk_prob": given}
         config = load(write(tmp_path / str(given), "dots1_default", config=fields)).apply.config
         assert config.layers[0].ffn.router.is_renormalized is expected
+
+
+def test_layers_of_command_by_number(tmp_path):
+    """The first layers have an MLP and their own pattern of windows; the full ones among them turn where it is 1."""
+    config = load(write(tmp_path / "model", "cohere2_moe")).apply.config
+    assert config.windows == (None, None, 5, None, 5)
+    assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [False, False, False, True, False]
+    assert [isinstance(layer.ffn, Experts) for layer in config.each_layer] == [False, False, True, True, True]
+    fields = ALL["cohere2_moe"] | {"prefix_dense_sliding_window_pattern": 2}
+    config = load(write(tmp_path / "other", "cohere2_moe", config=fields)).apply.config
+    assert config.windows == (5, None, 5, None, 5)
+    assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize(

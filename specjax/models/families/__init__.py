@@ -69,6 +69,7 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "arcee": arcee.build,
     "cohere": cohere.build,
     "cohere2": cohere.build_second,
+    "cohere2_moe": cohere.build_moe,
     "cwm": cwm.build,
     "deepseek_v2": deepseek_v2.build,
     "deepseek_v3": deepseek_v3.build,
