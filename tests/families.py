@@ -489,6 +489,15 @@ VARIANTS |= {
     | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
     | {"shared_expert_combination_strategy": "sum"},
 }
+SWASH = LLAMA | FACTORS | {"num_hidden_layers": 4, "sliding_window": 5, "layer_rope_theta": [0, 20.0, 0.0, 500]}
+VARIANTS |= {
+    "granite_swa": SWASH
+    | {"model_type": "granite_swa", "rope_scaling": YARN, "attention_bias": True, "mlp_bias": True},
+    "granitemoe_swa": SWASH
+    | {"model_type": "granitemoe_swa", "num_hidden_layers": 2, "layer_rope_theta": None}
+    | {"layer_types": ["sliding_attention", "full_attention"], "shared_intermediate_size": 24}
+    | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -6,13 +6,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from families import ALL, write
+from families import ALL, YARN, write
 from safetensors.numpy import load_file, save_file
 
 from specjax.models import Checkpoint, load
 from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized, dequantize
-from specjax.models.rope import YarnScaling
+from specjax.models.rope import NO_ROPE, YarnScaling
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
     "old": lambda name: f"language_model.{name}",
@@ -211,6 +211,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
             "mamba_n_heads in .* must divide .* 64",
         ),
         ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type in .* must be 'rope' or 'nope'"),
+        ("granite_swa", {"layer_rope_theta": [500.0]}, "layer_rope_theta in .* must be 4 numbers, each 0 or positive"),
+        ("granite_swa", {"layer_rope_theta": [0, 1, True, 2]}, "layer_rope_theta in .* must be 4 numbers, each 0 or"),
+        ("granite_swa", {"layer_rope_theta": [0, 1, -1.0, 2]}, "layer_rope_theta in .* must be 4 numbers, each 0 or"),
+        ("granite_swa", {"sliding_window": None}, "sliding_window in .* must be absent or have a value, got null"),
+        ("granite_swa", {"layer_types": ["mamba"] * 4}, "layer_types in .* must be 4 times 'full_attention' or"),
+        ("granite", {"layer_rope_theta": [0, 500.0]}, "layer_rope_theta in .* must be absent"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive"),
         (
             "qwen3_moe_normed",
@@ -301,6 +307,18 @@ def test_defaults_of_transformers(case, change, theta, scaling, windows, tmp_pat
     fields = {name: x for name, x in (ALL[case] | change).items() if x is not None}
     config = load(write(tmp_path / "model", case, config=fields)).apply.config
     assert (config.rope_theta, config.rope_scaling, config.windows) == (theta, scaling, windows)
+
+
+def test_bases_of_layers(tmp_path):
+    """They go before the base of all layers, whose scaling layers keep."""
+    fields = ALL["granite_swa"] | {"rope_scaling": None, "rope_parameters": YARN | {"rope_theta": 9.0}}
+    config = load(write(tmp_path / "model", "granite_swa", config=fields)).apply.config
+    assert config.windows == (None, 5, 5, 5)
+    assert [layer.mixer.rope.theta for layer in config.each_layer[1::2]] == [20.0, 500.0]
+    assert [layer.mixer.rope.scaling.theta for layer in config.each_layer[1::2]] == [20.0, 500.0]
+    assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [True, False, True, False]
+    config = load(write(tmp_path / "none", "granite_swa", config=fields | {"layer_rope_theta": None})).apply.config
+    assert [layer.mixer.rope for layer in config.each_layer] == [None] * 4 and config.rope.theta == 9.0
 
 
 def test_phi_has_an_original_length(tmp_path):

@@ -82,6 +82,7 @@ FAST = (
     "apertus",
     "dots1",
     "cohere2_moe",
+    "granite_swa",
 )
 
 

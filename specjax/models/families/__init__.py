@@ -96,6 +96,8 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "gpt_oss": gpt_oss.build,
     "granite": granite.build,
     "granitemoe": granite.build_moe,
+    "granite_swa": granite.build_swash,
+    "granitemoe_swa": granite.build_swash_moe,
     "granitemoehybrid": granite.build_hybrid,
     "granitemoeshared": granite.build_moe,
     "hunyuan_v1_dense": hunyuan.build,
