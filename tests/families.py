@@ -498,6 +498,14 @@ VARIANTS |= {
     | {"layer_types": ["sliding_attention", "full_attention"], "shared_intermediate_size": 24}
     | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20},
 }
+VARIANTS |= {
+    "hy_v3": MOE
+    | {"model_type": "hy_v3", "head_dim": 16, "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3}
+    | {"num_shared_experts": 2, "router_scaling_factor": 1.5, "attention_bias": True},
+    "hy_v3_by_name": MOE
+    | {"model_type": "hy_v3", "head_dim": 8, "num_experts": 4, "mlp_layer_types": ["sparse", "dense"]}
+    | {"tie_word_embeddings": True},
+}
 ALL = CONFIGS | VARIANTS
 
 

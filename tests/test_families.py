@@ -83,6 +83,7 @@ FAST = (
     "dots1",
     "cohere2_moe",
     "granite_swa",
+    "hy_v3",
 )
 
 

@@ -33,6 +33,10 @@ V2 = {  # fields of DeepSeek V2 Lite, beside the sizes of "mistral4"
     "n_group": 1,
     "topk_group": 1,
 }
+ALSO_RENAMED = {  # in files as they are released
+    "laguna": {"gate.e_score": "experts.e_score"},
+    "hy_v3": {"mlp.e_score_correction_bias": "mlp.expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"},
+}
 
 pytestmark = pytest.mark.usefixtures("float32_products")
 
@@ -178,6 +182,11 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("cohere2_moe", {"use_parallel_block": False}, "use_parallel_block in .* must be True, the only value"),
         ("cohere2_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 5 times 'dense' or 'sparse'"),
         ("cohere2_moe", {"prefix_dense_intermediate_size": None}, r"gate_proj.weight in .* must have shape \(48, 32\)"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias in .* must be False, the only value"),
+        ("hy_v3", {"qk_norm": False}, "qk_norm in .* must be True, the only value"),
+        ("hy_v3", {"num_shared_experts": 0}, r"num_shared_experts in .* must be in \[1, 4096\], got 0"),
+        ("hy_v3", {"routed_scaling_factor": 2.0}, "routed_scaling_factor in .* must be absent or 1"),
+        ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 3 times 'dense' or 'sparse'"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -272,6 +281,7 @@ def test_a_number_for_each_layer(tmp_path):
 @pytest.mark.parametrize(
     ("case", "name", "released"),
     [
+        ("hy_v3", "shared_experts", "shared_mlp"),
         ("ernie4_5_moe", "gate.moe_statics.", "moe_statics."),
         ("exaone_moe", "gate.e_score", "e_score"),
         ("laguna", "shared_experts.", "shared_expert."),
@@ -280,8 +290,9 @@ def test_a_number_for_each_layer(tmp_path):
 )
 def test_names_of_released_tensors(case, name, released, tmp_path):
     def renamed(of_tensor):
-        of_laguna = of_tensor.replace("gate.e_score", "experts.e_score") if case == "laguna" else of_tensor
-        return of_laguna.replace(name, released)
+        for old, new in ALSO_RENAMED.get(case, {}).items():
+            of_tensor = of_tensor.replace(old, new)
+        return of_tensor.replace(name, released)
 
     plain = load(write(tmp_path / "plain", case))
     model = load(write(tmp_path / "released", case, renamed=renamed))
