@@ -506,6 +506,13 @@ VARIANTS |= {
     | {"model_type": "hy_v3", "head_dim": 8, "num_experts": 4, "mlp_layer_types": ["sparse", "dense"]}
     | {"tie_word_embeddings": True},
 }
+VARIANTS |= {
+    "flex_olmo": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "flex_olmo", "num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+    "flex_olmo_normed": LLAMA
+    | {"model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    | {"tie_word_embeddings": True},
+}
 ALL = CONFIGS | VARIANTS
 
 

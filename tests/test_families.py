@@ -84,6 +84,7 @@ FAST = (
     "cohere2_moe",
     "granite_swa",
     "hy_v3",
+    "flex_olmo",
 )
 
 

@@ -79,6 +79,7 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "ernie4_5_moe": ernie4_5.build_moe,
     "exaone4": exaone4.build,
     "exaone_moe": exaone4.build_moe,
+    "flex_olmo": olmoe.build_flex,
     "gemma": gemma.build,
     "gemma2": gemma2.build,
     "gemma3": gemma3.build,
