@@ -513,6 +513,16 @@ VARIANTS |= {
     | {"model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
     | {"tie_word_embeddings": True},
 }
+VARIANTS |= {
+    "minicpm3": LLAMA
+    | {name: size for name, size in LATENTS.items() if name.startswith(("num_key", "kv_", "q_", "qk_", "v_"))}
+    | {"model_type": "minicpm3", "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 12}
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "minicpm3_whole_queries": LLAMA
+    | {name: size for name, size in LATENTS.items() if name.startswith(("num_key", "kv_", "qk_nope"))}
+    | {"model_type": "minicpm3", "q_lora_rank": None, "qk_rope_head_dim": 8, "rope_scaling": LONGROPE}
+    | {"scale_depth": None, "dim_model_base": None},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -275,6 +275,10 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("cohere2", {"use_parallel_block": False}, "use_parallel_block in .* must be True, the only value"),
         ("cohere2", {"sliding_window": None}, "sliding_window in .* must be absent or have a value, got null"),
         ("cohere2", {"layer_types": ["full_attention"]}, "layer_types in .* must be 4 times"),
+        ("minicpm3", {"scale_emb": None}, "scale_emb in .* must be absent or have a value, got null"),
+        ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
+        ("minicpm3", {"scale_depth": -1.0}, "scale_depth in .* must be positive and finite, got -1.0"),
+        ("minicpm3", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",
@@ -319,6 +323,18 @@ def test_bases_of_layers(tmp_path):
     assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [True, False, True, False]
     config = load(write(tmp_path / "none", "granite_swa", config=fields | {"layer_rope_theta": None})).apply.config
     assert [layer.mixer.rope for layer in config.each_layer] == [None] * 4 and config.rope.theta == 9.0
+
+
+def test_factors_of_minicpm3(tmp_path):
+    """Fields that are null say other factors than fields that are absent."""
+    fields = {name: x for name, x in ALL["minicpm3"].items() if not name.startswith(("scale_", "dim_"))}
+    config = load(write(tmp_path / "absent", "minicpm3", config=fields)).apply.config
+    factors = config.embedding_factor, config.layers[0].residual_factor, config.logit_divisor
+    assert factors == (12.0, 1.4 / 2**0.5, 32 / 256)
+    fields |= {"scale_depth": None, "dim_model_base": None, "rope_interleave": True}
+    config = load(write(tmp_path / "null", "minicpm3", config=fields)).apply.config
+    assert (config.layers[0].residual_factor, config.logit_divisor) == (1.0, 1.0)
+    assert not config.layers[0].mixer.is_interleaved
 
 
 def test_phi_has_an_original_length(tmp_path):

@@ -85,6 +85,7 @@ FAST = (
     "granite_swa",
     "hy_v3",
     "flex_olmo",
+    "minicpm3",
 )
 
 
