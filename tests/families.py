@@ -523,6 +523,11 @@ VARIANTS |= {
     | {"model_type": "minicpm3", "q_lora_rank": None, "qk_rope_head_dim": 8, "rope_scaling": LONGROPE}
     | {"scale_depth": None, "dim_model_base": None},
 }
+VARIANTS |= {
+    "helium": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "helium", "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "helium_tied": LLAMA | {"model_type": "helium", "head_dim": 8, "tie_word_embeddings": True},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -279,6 +279,8 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
         ("minicpm3", {"scale_depth": -1.0}, "scale_depth in .* must be positive and finite, got -1.0"),
         ("minicpm3", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        ("helium", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        ("helium", {"head_dim": None}, r"q_proj.weight in .* must have shape \(512, 32\), got \(32, 32\)"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

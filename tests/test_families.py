@@ -86,6 +86,7 @@ FAST = (
     "hy_v3",
     "flex_olmo",
     "minicpm3",
+    "helium",
 )
 
 
