@@ -528,6 +528,13 @@ VARIANTS |= {
     | {"model_type": "helium", "head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "helium_tied": LLAMA | {"model_type": "helium", "head_dim": 8, "tie_word_embeddings": True},
 }
+VARIANTS |= {
+    "hyperclovax": LLAMA
+    | FACTORS
+    | {"model_type": "hyperclovax", "head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    "hyperclovax_without_post_norms": LLAMA
+    | {"model_type": "hyperclovax", "use_post_norm": False, "logits_scaling": 0.5, "tie_word_embeddings": True},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -281,6 +281,13 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("minicpm3", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
         ("helium", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
         ("helium", {"head_dim": None}, r"q_proj.weight in .* must have shape \(512, 32\), got \(32, 32\)"),
+        ("hyperclovax", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        (
+            "hyperclovax",
+            {"use_post_norm": False},
+            r"post_norm\d.weight in .* does not belong to a model of this config",
+        ),
+        ("hyperclovax", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive and finite"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

@@ -87,6 +87,7 @@ FAST = (
     "flex_olmo",
     "minicpm3",
     "helium",
+    "hyperclovax",
 )
 
 
