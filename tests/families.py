@@ -535,6 +535,14 @@ VARIANTS |= {
     "hyperclovax_without_post_norms": LLAMA
     | {"model_type": "hyperclovax", "use_post_norm": False, "logits_scaling": 0.5, "tie_word_embeddings": True},
 }
+VARIANTS |= {
+    "vaultgemma": GEMMA
+    | {"model_type": "vaultgemma", "sliding_window": 5, "query_pre_attn_scalar": 24}
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0},
+    "vaultgemma_gelu": GEMMA
+    | {"model_type": "vaultgemma", "hidden_activation": "gelu", "attn_logit_softcapping": None}
+    | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+}
 ALL = CONFIGS | VARIANTS
 
 

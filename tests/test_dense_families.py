@@ -288,6 +288,9 @@ def test_a_text_part_without_its_defaults(tmp_path):
             r"post_norm\d.weight in .* does not belong to a model of this config",
         ),
         ("hyperclovax", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive and finite"),
+        ("vaultgemma", {"hidden_activation": "silu"}, "hidden_activation in .* must be 'gelu_pytorch_tanh' or 'gelu'"),
+        ("vaultgemma", {"layer_types": ["full_attention"]}, "layer_types in .* must be 2 times 'full_attention' or"),
+        ("vaultgemma", {"model_type": "gemma2"}, "post_attention_layernorm.weight is missing"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

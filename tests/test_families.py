@@ -88,6 +88,7 @@ FAST = (
     "minicpm3",
     "helium",
     "hyperclovax",
+    "vaultgemma",
 )
 
 

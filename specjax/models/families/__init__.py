@@ -153,5 +153,6 @@ BUILD: dict[str, Callable[[ConfigFile, Tensors], Model]] = {  # build functions 
     "seed_oss": seed_oss.build,
     "smollm3": smollm3.build,
     "solar_open": solar_open.build,
+    "vaultgemma": gemma2.build_vault,
     "youtu": deepseek_v3.build_dense,
 }
