@@ -543,6 +543,14 @@ VARIANTS |= {
     | {"model_type": "vaultgemma", "hidden_activation": "gelu", "attn_logit_softcapping": None}
     | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
 }
+VARIANTS |= {
+    "sarvam_moe": {name: value for name, value in MOE.items() if name != "rope_theta"}
+    | {"model_type": "sarvam_moe", "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3}
+    | {"n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True},
+    "sarvam_moe_groups": MOE
+    | {"model_type": "sarvam_moe", "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": False}
+    | {"first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -89,6 +89,7 @@ FAST = (
     "helium",
     "hyperclovax",
     "vaultgemma",
+    "sarvam_moe",
 )
 
 

@@ -13,11 +13,12 @@ from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, whole_logits
 from test_hybrid_steps import assert_exact
 
-from specjax.models import load, with_cache_dtype
+from specjax.models import Checkpoint, load, with_cache_dtype
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import Experts, Shared, SigmoidTopK
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
+from specjax.models.quantize_files import write_quantized
 from specjax.models.rope import NO_ROPE, Rope, YarnScaling
 from specjax.testing import assert_model
 from specjax.types import ModelInput
@@ -190,6 +191,11 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
         ("flex_olmo", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
         ("flex_olmo", {"num_experts_per_tok": 7}, r"num_experts_per_tok in .* must be in \[1, 6\], got 7"),
+        ("sarvam_moe", {"score_function": "softmax"}, "score_function in .* must be 'sigmoid', the only value"),
+        ("sarvam_moe", {"use_bias": True}, "use_bias in .* must be False, the only value"),
+        ("sarvam_moe", {"num_experts": 6}, "num_experts in .* must be 8, the only value"),
+        ("sarvam_moe", {"use_qkv_bias": False}, "use_qkv_bias in .* must be True, the only value"),
+        ("sarvam_moe", {"n_group": 3}, "num_groups must divide num_experts = 8, got 3"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -300,6 +306,41 @@ def test_names_of_released_tensors(case, name, released, tmp_path):
     plain = load(write(tmp_path / "plain", case))
     model = load(write(tmp_path / "released", case, renamed=renamed))
     for one, other in zip(*map(jax.tree.leaves, (model.params, plain.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_names_of_sarvam(tmp_path):
+    """The files have one matrix for query, key and value, other names of tensors, and other names of fields."""
+    expected = load(write(tmp_path / "plain", "sarvam_moe"))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        tensors[name.replace(".q_proj.", ".query_key_value.")] = np.concatenate(parts)
+    renamed = {"embed_tokens": "word_embeddings", ".self_attn.": ".attention.", ".o_proj.": ".dense."}
+    renamed |= {
+        ".q_norm.": ".query_layernorm.",
+        ".k_norm.": ".key_layernorm.",
+        ".e_score_correction_bias": ".expert_bias",
+    }
+    for old, new in renamed.items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    fields = {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "attention_bias": "use_qkv_bias",
+    }
+    directory = tmp_path / "released"
+    directory.mkdir()
+    config = {fields.get(name, name): value for name, value in ALL["sarvam_moe"].items()}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    model = load(directory)
+    assert model.apply.config == expected.apply.config
+    for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    codes = load(tmp_path / "codes").params, load(directory, quantization="int8").params
+    for one, other in zip(*map(jax.tree.leaves, codes), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

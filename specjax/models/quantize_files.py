@@ -21,7 +21,7 @@ from specjax.models.safetensors_file import DTYPES, read_array, read_header
 
 MATRIX = re.compile(  # of a layer, and what stands beside the layers of small Gemma 4 and of OPT
     r"(?:.*\.)?(?:layers\.\d+\.(?:.*\.)?"
-    r"(?:\w+_proj|kv_a_proj_with_mqa|in_proj_\w+|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear"
+    r"(?:\w+_proj|kv_a_proj_with_mqa|in_proj_\w+|query_key_value|dense|fc1|fc2|w[123]|shared_mlp\.(?:in|out)put_linear"
     r"|per_layer_input_gate|per_layer_projection)|per_layer_model_projection|project_in|project_out)\.weight"
 )
 COPIED = re.compile(  # of the towers for images and sound; and what makes keys of latents, which `load` keeps as floats
