@@ -551,6 +551,12 @@ VARIANTS |= {
     | {"model_type": "sarvam_moe", "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": False}
     | {"first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
 }
+VARIANTS |= {
+    "nanochat": {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {"model_type": "nanochat"},
+    "nanochat_bias": LLAMA
+    | {"model_type": "nanochat", "rope_scaling": LLAMA3_SCALING, "attention_bias": True, "head_dim": 12}
+    | {"final_logit_softcapping": None, "tie_word_embeddings": True, "rms_norm_eps": 0.1},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -291,6 +291,14 @@ def test_a_text_part_without_its_defaults(tmp_path):
         ("vaultgemma", {"hidden_activation": "silu"}, "hidden_activation in .* must be 'gelu_pytorch_tanh' or 'gelu'"),
         ("vaultgemma", {"layer_types": ["full_attention"]}, "layer_types in .* must be 2 times 'full_attention' or"),
         ("vaultgemma", {"model_type": "gemma2"}, "post_attention_layernorm.weight is missing"),
+        ("nanochat", {"hidden_act": "gelu"}, "hidden_act in .* must be 'relu2', the only value"),
+        (
+            "nanochat",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.type in .* must be 'default' or 'linear' or 'llama3'",
+        ),
+        ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping in .* must be positive"),
+        ("nanochat", {"intermediate_size": 40}, r"fc1.weight in .* must have shape \(40, 32\)"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",

@@ -90,6 +90,7 @@ FAST = (
     "hyperclovax",
     "vaultgemma",
     "sarvam_moe",
+    "nanochat",
 )
 
 

@@ -263,6 +263,10 @@ class Tensors:
         """Read vectors, given their sizes by name, and concatenate them."""
         return self._read({name: (size,) for name, size in sizes.items()})
 
+    def ones(self, size: int) -> Array:
+        """Return a vector of ones, which the files do not hold."""
+        return self._array(Stored((size,), self._dtype, lambda out, bounds: out.fill(1)), [])
+
     def row(self, name: str, size: int) -> Array:
         """Read a table of one row [1, size] as a vector."""
         self._check(name, (1, size))
@@ -560,8 +564,8 @@ class Tensors:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the stored tensor has this shape and a supported dtype."""
-        path = self._paths[self._find(name)]
-        stored, dtype = self._headers[self._find(name)]
+        name = self._find(name)
+        path, (stored, dtype) = self._paths[name], self._headers[name]
         if stored != shape:
             raise ValueError(f"tensor {name} in {path} must have shape {shape}, got {stored}")
         if dtype not in DTYPES:

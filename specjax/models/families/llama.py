@@ -234,12 +234,13 @@ def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str,
     return tuple(types)
 
 
-def outer_params(config: DecoderConfig, tensors: Tensors, embedding: str, norm: str) -> dict[str, Any]:
-    """Read the parameters outside the layers, given the names of the embedding and of the last norm."""
-    table = config.vocab_size, config.hidden_size
+def outer_params(config: DecoderConfig, tensors: Tensors, embedding: str, norm: str | None) -> dict[str, Any]:
+    """Read the parameters outside the layers, given the names of the embedding and of the last norm, if it has one."""
+    hidden = config.hidden_size
+    table = config.vocab_size, hidden
     params = {
         "embedding": tensors.table(f"{embedding}.weight", *table),
-        "norm": tensors.vectors({f"{norm}.weight": config.hidden_size}),
+        "norm": tensors.ones(hidden) if norm is None else tensors.vectors({f"{norm}.weight": hidden}),
     }
     if not config.tie_embeddings:
         return params | {"head": tensors.table("lm_head.weight", *table)}
