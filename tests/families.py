@@ -509,6 +509,84 @@ VARIANTS |= {
     "falcon_one_norm": FALCON
     | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 48},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
+    "cohere2_moe": LLAMA
+    | {"model_type": "cohere2_moe", "num_hidden_layers": 5, "head_dim": 16, "layer_norm_eps": 1e-5}
+    | {"sliding_window": 5, "sliding_window_pattern": 2, "first_k_dense_replace": 2, "attention_bias": True}
+    | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "prefix_dense_intermediate_size": 40}
+    | {"expert_selection_fn": "sigmoid", "logit_scale": 0.25, "rms_norm_eps": None, "tie_word_embeddings": True},
+    "cohere2_moe_means": LLAMA
+    | {"model_type": "cohere2_moe", "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 4}
+    | {"first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2, "rms_norm_eps": 1e-3}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
+    | {"shared_expert_combination_strategy": "sum"},
+}
+SWASH = LLAMA | FACTORS | {"num_hidden_layers": 4, "sliding_window": 5, "layer_rope_theta": [0, 20.0, 0.0, 500]}
+VARIANTS |= {
+    "granite_swa": SWASH
+    | {"model_type": "granite_swa", "rope_scaling": YARN, "attention_bias": True, "mlp_bias": True},
+    "granitemoe_swa": SWASH
+    | {"model_type": "granitemoe_swa", "num_hidden_layers": 2, "layer_rope_theta": None}
+    | {"layer_types": ["sliding_attention", "full_attention"], "shared_intermediate_size": 24}
+    | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20},
+}
+VARIANTS |= {
+    "hy_v3": MOE
+    | {"model_type": "hy_v3", "head_dim": 16, "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_tok": 3}
+    | {"num_shared_experts": 2, "router_scaling_factor": 1.5, "attention_bias": True},
+    "hy_v3_by_name": MOE
+    | {"model_type": "hy_v3", "head_dim": 8, "num_experts": 4, "mlp_layer_types": ["sparse", "dense"]}
+    | {"tie_word_embeddings": True},
+}
+VARIANTS |= {
+    "flex_olmo": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "flex_olmo", "num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+    "flex_olmo_normed": LLAMA
+    | {"model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    | {"tie_word_embeddings": True},
+}
+VARIANTS |= {
+    "minicpm3": LLAMA
+    | {name: size for name, size in LATENTS.items() if name.startswith(("num_key", "kv_", "q_", "qk_", "v_"))}
+    | {"model_type": "minicpm3", "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 12}
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "minicpm3_whole_queries": LLAMA
+    | {name: size for name, size in LATENTS.items() if name.startswith(("num_key", "kv_", "qk_nope"))}
+    | {"model_type": "minicpm3", "q_lora_rank": None, "qk_rope_head_dim": 8, "rope_scaling": LONGROPE}
+    | {"scale_depth": None, "dim_model_base": None},
+}
+VARIANTS |= {
+    "helium": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "helium", "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "helium_tied": LLAMA | {"model_type": "helium", "head_dim": 8, "tie_word_embeddings": True},
+}
+VARIANTS |= {
+    "hyperclovax": LLAMA
+    | FACTORS
+    | {"model_type": "hyperclovax", "head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    "hyperclovax_without_post_norms": LLAMA
+    | {"model_type": "hyperclovax", "use_post_norm": False, "logits_scaling": 0.5, "tie_word_embeddings": True},
+}
+VARIANTS |= {
+    "vaultgemma": GEMMA
+    | {"model_type": "vaultgemma", "sliding_window": 5, "query_pre_attn_scalar": 24}
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0},
+    "vaultgemma_gelu": GEMMA
+    | {"model_type": "vaultgemma", "hidden_activation": "gelu", "attn_logit_softcapping": None}
+    | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+}
+VARIANTS |= {
+    "sarvam_moe": {name: value for name, value in MOE.items() if name != "rope_theta"}
+    | {"model_type": "sarvam_moe", "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3}
+    | {"n_shared_experts": 2, "first_k_dense_replace": 1, "attention_bias": True},
+    "sarvam_moe_groups": MOE
+    | {"model_type": "sarvam_moe", "head_dim": 16, "n_routed_experts": 8, "use_qk_norm": False}
+    | {"first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+}
+VARIANTS |= {
+    "nanochat": {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {"model_type": "nanochat"},
+    "nanochat_bias": LLAMA
+    | {"model_type": "nanochat", "rope_scaling": LLAMA3_SCALING, "attention_bias": True, "head_dim": 12}
+    | {"final_logit_softcapping": None, "tie_word_embeddings": True, "rms_norm_eps": 0.1},
 }
 ALL = CONFIGS | VARIANTS
 

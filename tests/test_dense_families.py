@@ -6,13 +6,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from families import ALL, write
+from families import ALL, YARN, write
 from safetensors.numpy import load_file, save_file
 
 from specjax.models import Checkpoint, load
 from specjax.models.quantize_files import write_quantized
 from specjax.models.quantized import Quantized, dequantize
-from specjax.models.rope import YarnScaling
+from specjax.models.rope import NO_ROPE, YarnScaling
 
 PREFIXES = {  # of the language model in files of transformers before 4.52 and after
     "old": lambda name: f"language_model.{name}",
@@ -228,6 +228,12 @@ def test_a_text_part_without_its_defaults(tmp_path):
             "mamba_n_heads in .* must divide .* 64",
         ),
         ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type in .* must be 'rope' or 'nope'"),
+        ("granite_swa", {"layer_rope_theta": [500.0]}, "layer_rope_theta in .* must be 4 numbers, each 0 or positive"),
+        ("granite_swa", {"layer_rope_theta": [0, 1, True, 2]}, "layer_rope_theta in .* must be 4 numbers, each 0 or"),
+        ("granite_swa", {"layer_rope_theta": [0, 1, -1.0, 2]}, "layer_rope_theta in .* must be 4 numbers, each 0 or"),
+        ("granite_swa", {"sliding_window": None}, "sliding_window in .* must be absent or have a value, got null"),
+        ("granite_swa", {"layer_types": ["mamba"] * 4}, "layer_types in .* must be 4 times 'full_attention' or"),
+        ("granite", {"layer_rope_theta": [0, 500.0]}, "layer_rope_theta in .* must be absent"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive"),
         (
             "qwen3_moe_normed",
@@ -327,6 +333,30 @@ def test_a_text_part_without_its_defaults(tmp_path):
             "num_ln_in_parallel_attn in .* must be 1, the only value",
         ),
         ("falcon_serial", {"num_kv_heads": 2}, "num_kv_heads in .* must be 4, the only value"),
+        ("minicpm3", {"scale_emb": None}, "scale_emb in .* must be absent or have a value, got null"),
+        ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4, the only value"),
+        ("minicpm3", {"scale_depth": -1.0}, "scale_depth in .* must be positive and finite, got -1.0"),
+        ("minicpm3", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        ("helium", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        ("helium", {"head_dim": None}, r"q_proj.weight in .* must have shape \(512, 32\), got \(32, 32\)"),
+        ("hyperclovax", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        (
+            "hyperclovax",
+            {"use_post_norm": False},
+            r"post_norm\d.weight in .* does not belong to a model of this config",
+        ),
+        ("hyperclovax", {"attention_multiplier": 0}, "attention_multiplier in .* must be positive and finite"),
+        ("vaultgemma", {"hidden_activation": "silu"}, "hidden_activation in .* must be 'gelu_pytorch_tanh' or 'gelu'"),
+        ("vaultgemma", {"layer_types": ["full_attention"]}, "layer_types in .* must be 2 times 'full_attention' or"),
+        ("vaultgemma", {"model_type": "gemma2"}, "post_attention_layernorm.weight is missing"),
+        ("nanochat", {"hidden_act": "gelu"}, "hidden_act in .* must be 'relu2', the only value"),
+        (
+            "nanochat",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.type in .* must be 'default' or 'linear' or 'llama3'",
+        ),
+        ("nanochat", {"final_logit_softcapping": -1.0}, "final_logit_softcapping in .* must be positive"),
+        ("nanochat", {"intermediate_size": 40}, r"fc1.weight in .* must have shape \(40, 32\)"),
         ("seed_oss", {"head_dim": 16}, "q_proj.weight in .* must have shape .64, 32., got .48, 32."),
         (
             "gemma3_capped",
@@ -359,6 +389,30 @@ def test_defaults_of_transformers(case, change, theta, scaling, windows, tmp_pat
     fields = {name: x for name, x in (ALL[case] | change).items() if x is not None}
     config = load(write(tmp_path / "model", case, config=fields)).apply.config
     assert (config.rope_theta, config.rope_scaling, config.windows) == (theta, scaling, windows)
+
+
+def test_bases_of_layers(tmp_path):
+    """They go before the base of all layers, whose scaling layers keep."""
+    fields = ALL["granite_swa"] | {"rope_scaling": None, "rope_parameters": YARN | {"rope_theta": 9.0}}
+    config = load(write(tmp_path / "model", "granite_swa", config=fields)).apply.config
+    assert config.windows == (None, 5, 5, 5)
+    assert [layer.mixer.rope.theta for layer in config.each_layer[1::2]] == [20.0, 500.0]
+    assert [layer.mixer.rope.scaling.theta for layer in config.each_layer[1::2]] == [20.0, 500.0]
+    assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [True, False, True, False]
+    config = load(write(tmp_path / "none", "granite_swa", config=fields | {"layer_rope_theta": None})).apply.config
+    assert [layer.mixer.rope for layer in config.each_layer] == [None] * 4 and config.rope.theta == 9.0
+
+
+def test_factors_of_minicpm3(tmp_path):
+    """Fields that are null say other factors than fields that are absent."""
+    fields = {name: x for name, x in ALL["minicpm3"].items() if not name.startswith(("scale_", "dim_"))}
+    config = load(write(tmp_path / "absent", "minicpm3", config=fields)).apply.config
+    factors = config.embedding_factor, config.layers[0].residual_factor, config.logit_divisor
+    assert factors == (12.0, 1.4 / 2**0.5, 32 / 256)
+    fields |= {"scale_depth": None, "dim_model_base": None, "rope_interleave": True}
+    config = load(write(tmp_path / "null", "minicpm3", config=fields)).apply.config
+    assert (config.layers[0].residual_factor, config.logit_divisor) == (1.0, 1.0)
+    assert not config.layers[0].mixer.is_interleaved
 
 
 def test_phi_has_an_original_length(tmp_path):

@@ -88,6 +88,16 @@ FAST = (
     "olmo",
     "nemotron",
     "falcon",
+    "cohere2_moe",
+    "granite_swa",
+    "hy_v3",
+    "flex_olmo",
+    "minicpm3",
+    "helium",
+    "hyperclovax",
+    "vaultgemma",
+    "sarvam_moe",
+    "nanochat",
 )
 
 

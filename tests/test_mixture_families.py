@@ -13,12 +13,13 @@ from safetensors.numpy import load_file, save_file
 from test_families import GOLDENS, TOLERANCE, difference, incremental_logits, whole_logits
 from test_hybrid_steps import assert_exact
 
-from specjax.models import load, with_cache_dtype
+from specjax.models import Checkpoint, load, with_cache_dtype
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.experts import Experts, Shared, SigmoidTopK
 from specjax.models.latent_attention import LatentAttention
 from specjax.models.layer import LayerConfig
-from specjax.models.rope import Rope, YarnScaling
+from specjax.models.quantize_files import write_quantized
+from specjax.models.rope import NO_ROPE, Rope, YarnScaling
 from specjax.testing import assert_model
 from specjax.types import ModelInput
 
@@ -32,6 +33,10 @@ V2 = {  # fields of DeepSeek V2 Lite, beside the sizes of "mistral4"
     "norm_topk_prob": False,
     "n_group": 1,
     "topk_group": 1,
+}
+ALSO_RENAMED = {  # in files as they are released
+    "laguna": {"gate.e_score": "experts.e_score"},
+    "hy_v3": {"mlp.e_score_correction_bias": "mlp.expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"},
 }
 
 pytestmark = pytest.mark.usefixtures("float32_products")
@@ -90,7 +95,7 @@ def test_calls_of_many_tokens_expand_latents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3", "cohere2_moe"])
 def test_devices_share_a_model(case, goldens, tmp_path):
     model = load(write(tmp_path / "model", case), mesh=two_devices())
     assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
@@ -168,6 +173,29 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("dots1", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
         ("dots1", {"layer_types": ["full_attention"]}, "layer_types in .* must be 2 times"),
         ("dots1", {"n_group": 3}, "num_groups must divide num_experts = 8, got 3"),
+        ("cohere2_moe", {"expert_selection_fn": "top"}, "expert_selection_fn in .* must be 'softmax' or 'sigmoid'"),
+        (
+            "cohere2_moe",
+            {"shared_expert_combination_strategy": "max"},
+            "combination_strategy in .* must be 'average' or 'sum'",
+        ),
+        ("cohere2_moe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling in .* must be absent"),
+        ("cohere2_moe", {"use_parallel_block": False}, "use_parallel_block in .* must be True, the only value"),
+        ("cohere2_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 5 times 'dense' or 'sparse'"),
+        ("cohere2_moe", {"prefix_dense_intermediate_size": None}, r"gate_proj.weight in .* must have shape \(48, 32\)"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias in .* must be False, the only value"),
+        ("hy_v3", {"qk_norm": False}, "qk_norm in .* must be True, the only value"),
+        ("hy_v3", {"num_shared_experts": 0}, r"num_shared_experts in .* must be in \[1, 4096\], got 0"),
+        ("hy_v3", {"routed_scaling_factor": 2.0}, "routed_scaling_factor in .* must be absent or 1"),
+        ("hy_v3", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types in .* must be 3 times 'dense' or 'sparse'"),
+        ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv in .* must be absent"),
+        ("flex_olmo", {"hidden_act": "gelu"}, "hidden_act in .* must be 'silu', the only value"),
+        ("flex_olmo", {"num_experts_per_tok": 7}, r"num_experts_per_tok in .* must be in \[1, 6\], got 7"),
+        ("sarvam_moe", {"score_function": "softmax"}, "score_function in .* must be 'sigmoid', the only value"),
+        ("sarvam_moe", {"use_bias": True}, "use_bias in .* must be False, the only value"),
+        ("sarvam_moe", {"num_experts": 6}, "num_experts in .* must be 8, the only value"),
+        ("sarvam_moe", {"use_qkv_bias": False}, "use_qkv_bias in .* must be True, the only value"),
+        ("sarvam_moe", {"n_group": 3}, "num_groups must divide num_experts = 8, got 3"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -262,6 +290,7 @@ def test_a_number_for_each_layer(tmp_path):
 @pytest.mark.parametrize(
     ("case", "name", "released"),
     [
+        ("hy_v3", "shared_experts", "shared_mlp"),
         ("ernie4_5_moe", "gate.moe_statics.", "moe_statics."),
         ("exaone_moe", "gate.e_score", "e_score"),
         ("laguna", "shared_experts.", "shared_expert."),
@@ -270,12 +299,48 @@ def test_a_number_for_each_layer(tmp_path):
 )
 def test_names_of_released_tensors(case, name, released, tmp_path):
     def renamed(of_tensor):
-        of_laguna = of_tensor.replace("gate.e_score", "experts.e_score") if case == "laguna" else of_tensor
-        return of_laguna.replace(name, released)
+        for old, new in ALSO_RENAMED.get(case, {}).items():
+            of_tensor = of_tensor.replace(old, new)
+        return of_tensor.replace(name, released)
 
     plain = load(write(tmp_path / "plain", case))
     model = load(write(tmp_path / "released", case, renamed=renamed))
     for one, other in zip(*map(jax.tree.leaves, (model.params, plain.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_names_of_sarvam(tmp_path):
+    """The files have one matrix for query, key and value, other names of tensors, and other names of fields."""
+    expected = load(write(tmp_path / "plain", "sarvam_moe"))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        tensors[name.replace(".q_proj.", ".query_key_value.")] = np.concatenate(parts)
+    renamed = {"embed_tokens": "word_embeddings", ".self_attn.": ".attention.", ".o_proj.": ".dense."}
+    renamed |= {
+        ".q_norm.": ".query_layernorm.",
+        ".k_norm.": ".key_layernorm.",
+        ".e_score_correction_bias": ".expert_bias",
+    }
+    for old, new in renamed.items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    fields = {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "attention_bias": "use_qkv_bias",
+    }
+    directory = tmp_path / "released"
+    directory.mkdir()
+    config = {fields.get(name, name): value for name, value in ALL["sarvam_moe"].items()}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    model = load(directory)
+    assert model.apply.config == expected.apply.config
+    for one, other in zip(*map(jax.tree.leaves, (model.params, expected.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    codes = load(tmp_path / "codes").params, load(directory, quantization="int8").params
+    for one, other in zip(*map(jax.tree.leaves, codes), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -348,6 +413,18 @@ def test_dots_renormalises_no_weights_by_default(tmp_path):
         fields = ALL["dots1_default"] | {"norm_topk_prob": given}
         config = load(write(tmp_path / str(given), "dots1_default", config=fields)).apply.config
         assert config.layers[0].ffn.router.is_renormalized is expected
+
+
+def test_layers_of_command_by_number(tmp_path):
+    """The first layers have an MLP and their own pattern of windows; the full ones among them turn where it is 1."""
+    config = load(write(tmp_path / "model", "cohere2_moe")).apply.config
+    assert config.windows == (None, None, 5, None, 5)
+    assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [False, False, False, True, False]
+    assert [isinstance(layer.ffn, Experts) for layer in config.each_layer] == [False, False, True, True, True]
+    fields = ALL["cohere2_moe"] | {"prefix_dense_sliding_window_pattern": 2}
+    config = load(write(tmp_path / "other", "cohere2_moe", config=fields)).apply.config
+    assert config.windows == (5, None, 5, None, 5)
+    assert [layer.mixer.rope == NO_ROPE for layer in config.each_layer] == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize(

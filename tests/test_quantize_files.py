@@ -110,6 +110,7 @@ def test_experts_get_matrices_of_their_own(tmp_path, case):
         (families.write, "deepseek_v3"),
         (hybrids.write, "nemotron_h_latents"),
         (families.write, "minimax_m2"),
+        (families.write, "granitemoe_swa"),
         (families.write, "laguna"),
         (families.write, "llama4_between"),
         (families.write, "phi"),

@@ -39,6 +39,7 @@ COMPUTATION: dict[str, tuple] = {
     "embedding_scale": (1,),
     "interleaved_sliding_window": (),
     "key_multiplier": (1,),
+    "layer_rope_theta": (),
     "layer_types": ("full_attention",),
     "lm_head_multiplier": (1,),
     "logit_scale": (1,),

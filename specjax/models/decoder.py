@@ -16,7 +16,7 @@ from pallas_kernels.attention import Window
 from specjax.models import network, recurrent
 from specjax.models.attention import cache_scales, memories, num_slots
 from specjax.models.latent_attention import InitLatents, latent_mixer
-from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer, times
+from specjax.models.layer import Attention, GatedMLP, LayerConfig, Shapes, norm_of, run_layer, times, unit_norm
 from specjax.models.layer_input import LayerInput
 from specjax.models.linear import AnyNorm, linear, rms_norm
 from specjax.models.recurrent import RowMixer
@@ -54,6 +54,7 @@ class DecoderConfig:
     norms_have_biases: bool = False  # whether the norms of the stream, which then subtract the mean, add a bias
     head_has_bias: bool = False  # whether logits have a bias
     embedding_factor: float = 1.0  # factor on embeddings, multiplied in float32
+    scales_embeddings: bool = False  # whether each embedding is scaled to unit root mean square
     logit_divisor: float = 1.0  # number that divides logits, before their soft cap
     logit_softcap: float | None = None  # cap c that turns a logit s into c tanh(s / c)
     transposed: bool = False  # whether matrices are [out, in]: faster on GPUs for one token, slower on CPUs for a few
@@ -202,6 +203,7 @@ def _apply(
         x = network.embed(embedding, inputs.tokens, config.axis_name, params.get("links"))
         if config.embedding_factor != 1:
             x = times(x, config.embedding_factor)
+        x = unit_norm(config, x) if config.scales_embeddings else x
         taps = network.Taps(feature_layers)
         taps.collect(0, x)
         found, new_cache = _memories(config, params, inputs, cache), [{}] * config.num_layers

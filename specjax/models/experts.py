@@ -161,6 +161,7 @@ class TopKSigmoid:
 
     num_experts: int
     num_chosen: int
+    is_renormalized: bool = False  # whether the weights of the chosen experts are divided by their sum
     has_kernel = True
 
     def __post_init__(self):
@@ -171,7 +172,10 @@ class TopKSigmoid:
 
     def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
         best, experts = largest(logits, self.num_chosen)
-        return experts, jax.nn.sigmoid(best)
+        weights = jax.nn.sigmoid(best)
+        if self.is_renormalized:
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), MIN_SUM)
+        return experts, weights
 
 
 @dataclass(frozen=True)
@@ -335,6 +339,7 @@ class Experts:
     latent_size: int | None = None
     # Whether the weight of the one expert of a token multiplies its input, as in Llama 4, and not its output.
     weighs_inputs: bool = False
+    factor: float = 1.0  # on the sum of the outputs of experts and of `shared`
 
     def __post_init__(self):
         if self.weighs_inputs and self.router.num_chosen != 1:
@@ -379,6 +384,7 @@ class Experts:
         if self.has_bias:
             biases = params["experts_out_bias"][experts].astype(jnp.float32)
             y = y + jnp.sum(biases * weights[..., None], axis=1).reshape(x.shape).astype(x.dtype)
+        y = y if self.factor == 1 else times(y, self.factor)
         return call.residual + (y if call.finish is None else call.finish(y))
 
     def _read(self, config: "DecoderConfig", params: Params, call: Sublayer) -> tuple[Array, Array, Array]:

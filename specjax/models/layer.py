@@ -212,7 +212,7 @@ class Attention:
         """Return the keys and values of the layer [B, T, kv heads, D], given the projections of its input."""
         value = key if value is None else value
         if self.has_value_norm:
-            value = _unit_norm(config, value)
+            value = unit_norm(config, value)
         return self._placed(config, params, "key", key, turns, norms), value
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:
@@ -238,7 +238,7 @@ class Attention:
             flat = heads.reshape(*heads.shape[:2], -1)
             return rms_norm(flat, _norm(config, params, name), config.axis_name).reshape(heads.shape)
         if self.has_unit_norms:
-            return _unit_norm(config, heads)
+            return unit_norm(config, heads)
         return rms_norm(heads, _norm(config, params, name)) if self.has_head_norms else heads
 
     def _placed(
@@ -500,9 +500,9 @@ def norm_of(scale: Array, config: "DecoderConfig", bias: Array | None = None) ->
     return Norm(scale, config.norm_eps, config.norm_offset)
 
 
-def _unit_norm(config: "DecoderConfig", heads: Array) -> Array:
-    """Scale heads [B, T, H, D] to unit root mean square."""
-    return rms_norm(heads, (jnp.ones(heads.shape[-1], jnp.float32), config.norm_eps))
+def unit_norm(config: "DecoderConfig", x: Array) -> Array:
+    """Scale x [B, T, ..., D] to unit root mean square over its last axis."""
+    return rms_norm(x, (jnp.ones(x.shape[-1], jnp.float32), config.norm_eps))
 
 
 def _norm(config: "DecoderConfig", params: Params, name: str) -> AnyNorm:

@@ -33,7 +33,7 @@ STACK_OF_GRANITE = re.compile(r"(?:.*\.)?block_sparse_moe\.(?:in|out)put_linear\
 STACK = re.compile(  # of all experts of a layer
     r"(?:.*\.)?layers\.\d+\.(?:.*\.)?experts\.(?:gate_up_proj|up_proj|down_proj)"
 )
-AS_MIXTRAL = "mixtral", "minimax_m2"  # families whose files name experts alike
+AS_MIXTRAL = "granitemoe_swa", "mixtral", "minimax_m2"  # families whose files name experts alike
 INPUTS_FIRST = "llama4", "llama4_text", "qwen3_vl_moe"  # families in whose stacks the inputs of a matrix come first
 FLOATS = ("F32", "BF16", "F16")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

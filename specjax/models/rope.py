@@ -182,6 +182,20 @@ class ProportionalScaling:
 
 
 @dataclass(frozen=True)
+class Backward:
+    """Turn by negative angles, of the frequencies that another scaling gives, which does not depend on the length."""
+
+    scaling: RopeScaling | None = None  # None keeps the frequencies
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.magnitude
+
+    def __call__(self, frequency: Array, length: int | None = None) -> Array:
+        return -(frequency if self.scaling is None else self.scaling(frequency, length))
+
+
+@dataclass(frozen=True)
 class Rope:
     """How the heads of a layer turn with the position."""
 

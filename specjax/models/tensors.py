@@ -147,7 +147,7 @@ class Tensors:
         self._headers = {}  # maps the name of a tensor to its shape and the name of its dtype
         self._unread = {}  # maps the name of an unread tensor to its number of bytes
         self._advance = lambda num_bytes: None
-        self._inside = "model."
+        self._inside, self._other_names = "model.", {}
         for path in model_files(directory) if files is None else files:
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118, the file is not a dict
@@ -187,6 +187,12 @@ class Tensors:
         """Return these tensors, in whose names `prefix` stands where other files have "model."."""
         other = copy.copy(self)
         other._inside = prefix
+        return other
+
+    def renamed(self, names: dict[str, str]) -> "Tensors":
+        """Return these tensors, in whose names the files may have other parts; `names` maps each part to another."""
+        other = copy.copy(self)
+        other._other_names = names
         return other
 
     @property
@@ -532,6 +538,13 @@ class Tensors:
 
     def _candidates(self, name: str) -> tuple[str, ...]:
         """Return the names that a tensor may have in the files."""
+        other = name
+        for part, in_files in self._other_names.items():
+            other = other.replace(part, in_files)
+        return self._with_prefixes(name) if other == name else (*self._with_prefixes(name), *self._with_prefixes(other))
+
+    def _with_prefixes(self, name: str) -> tuple[str, ...]:
+        """Return a name with the prefixes that it may have in the files."""
         own = name.removeprefix("model.")
         if self._inside == "model.":
             return name, own
@@ -555,8 +568,8 @@ class Tensors:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the stored tensor has this shape and a supported dtype."""
-        path = self._paths[self._find(name)]
-        stored, dtype = self._headers[self._find(name)]
+        name = self._find(name)
+        path, (stored, dtype) = self._paths[name], self._headers[name]
         if stored != shape:
             raise ValueError(f"tensor {name} in {path} must have shape {shape}, got {stored}")
         if dtype not in DTYPES:

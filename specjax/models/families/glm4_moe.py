@@ -1,25 +1,32 @@
 """GLM-4.5: changes Llama by mixtures of experts in all layers but the first, and by heads that turn in part."""
 
+from collections.abc import Callable
 from functools import partial
 
 from specjax.models.config_file import ConfigFile
 from specjax.models.families import llama, mixtures, ropes
 from specjax.models.families.text_part import OTHERS, text_part
 from specjax.models.layer import Attention, LayerConfig
+from specjax.models.rope import Rope
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
 read_rope = partial(ropes.read, rotary_factor=0.5)
 
 
-def build(config: ConfigFile, tensors: Tensors, others: tuple[str, ...] = ()) -> Model:
+def build(
+    config: ConfigFile,
+    tensors: Tensors,
+    others: tuple[str, ...] = (),
+    rope: Callable[[ConfigFile, int], Rope] = read_rope,
+) -> Model:
     """Build the model of a GLM-4.5 checkpoint, without its layers for multi-token prediction and other tensors."""
     return llama.decoder(
         config,
         tensors,
         mixtures.after_dense(config, layer(config), 1),
         mixture=mixtures.Names(),
-        rope=read_rope,
+        rope=rope,
         ignored=(*mixtures.mtp_layers(config), *others),
         **mixtures.widths(config),
     )

@@ -1,6 +1,7 @@
 """Granite 3 and 4: change Llama by factors on embeddings, scores, the outputs of sublayers, and logits.
 
-Some releases of Granite 3 have experts. Granite 4.0 may have layers of Mamba-2, and experts beside an MLP.
+Some releases of Granite 3 have experts. Granite 4.0 may have layers of Mamba-2, and experts beside an MLP. Granite
+Swash has sinks of attention, windows in most layers, and a base of rotary positions for each layer.
 """
 
 import math
@@ -8,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specjax.models.config_file import ConfigFile
+from specjax.models.config_file import MAX_NUMBER, ConfigFile
 from specjax.models.decoder import DecoderConfig
 from specjax.models.experts import Experts, Shared, SoftmaxTopK
-from specjax.models.families import llama, mixtures
+from specjax.models.families import llama, mixtures, ropes
 from specjax.models.layer import Attention, GatedMLP, LayerConfig
 from specjax.models.mamba import Mamba2
-from specjax.models.rope import NO_ROPE
+from specjax.models.rope import NO_ROPE, Rope
 from specjax.models.tensors import Tensors
 from specjax.types import Model
 
@@ -26,14 +27,24 @@ SHARED_MLP = llama.MLPNames("shared_mlp", whole="input_linear", out="output_line
 
 def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a dense Granite checkpoint."""
-    return _decoder(config, tensors, True, GatedMLP(has_bias=config.get("mlp_bias", bool, False)))
+    return _decoder(config, tensors, [_attention(config)], _mlp(config))
 
 
 def build_moe(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a checkpoint of Granite 3 with experts, and with an MLP beside them where the file has one."""
-    size = config.size("shared_intermediate_size", 0, least=0)
-    ffn, options = _experts(config, size)
-    return _decoder(config, tensors, True, ffn, **options)
+    ffn, options = _experts(config, config.size("shared_intermediate_size", 0, least=0))
+    return _decoder(config, tensors, [_attention(config)], ffn, **options)
+
+
+def build_swash(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a dense checkpoint of Granite Swash."""
+    return _decoder(config, tensors, _mixers(config), _mlp(config), tie_embeddings=True)
+
+
+def build_swash_moe(config: ConfigFile, tensors: Tensors) -> Model:
+    """Build the model of a checkpoint of Granite Swash with experts, and with an MLP beside them where it has one."""
+    ffn, options = _experts(config, config.size("shared_intermediate_size", 0, least=0))
+    return _decoder(config, tensors, _mixers(config), ffn, **options)
 
 
 def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
@@ -52,9 +63,48 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
             f"{config.where('layer_types')} must be {number} times 'mamba' or 'attention', the latter at least once, "
             f"got {kinds!r}"
         )
-    recurs = [i for i, kind in enumerate(kinds) if kind in RECURS]
-    turns = config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "rope"
-    return _decoder(config, tensors, turns, ffn, recurs, mlp=SHARED_MLP, **options)
+    mixers: list[Attention | Mamba2] = [_attention(config)]
+    if set(kinds) & RECURS:
+        mamba, attention = _mamba(config), mixers[0]
+        mixers = [mamba if kind in RECURS else attention for kind in kinds]
+    if config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "nope":
+        config.ignore("rope_parameters", "rope_scaling", "rope_theta")
+        options["rope"] = NO_ROPE
+    return _decoder(config, tensors, mixers, ffn, mlp=SHARED_MLP, **options)
+
+
+def _mlp(config: ConfigFile) -> GatedMLP:
+    """Return the MLP of dense models."""
+    return GatedMLP(has_bias=config.get("mlp_bias", bool, False))
+
+
+def _attention(config: ConfigFile) -> Attention:
+    """Return the mixer of the layers that attend."""
+    bias = config.get("attention_bias", bool, False)
+    return Attention(has_bias=bias, has_out_bias=bias, scale=config.number("attention_multiplier", 1.0))
+
+
+def _mixers(config: ConfigFile) -> list[Attention]:
+    """Return the mixer of each layer of Granite Swash."""
+    config.refuse_null("sliding_window")
+    windows = llama.windows(config, lambda i: i % 4 != 0, 128)
+    mixers = [replace(_attention(config), window=window, has_sinks=True) for window in windows]
+    thetas = config.get("layer_rope_theta", list, None)
+    if thetas is None:
+        return mixers
+    if len(thetas) != len(mixers) or not all(type(x) in (int, float) and 0 <= x < MAX_NUMBER for x in thetas):
+        raise ValueError(
+            f"{config.where('layer_rope_theta')} must be {len(mixers)} numbers, each 0 or positive, got {thetas!r}"
+        )
+    turns = {theta: _rope(config, theta) if theta else NO_ROPE for theta in set(thetas)}
+    return [replace(mixer, rope=turns[theta]) for mixer, theta in zip(mixers, thetas, strict=True)]
+
+
+def _rope(config: ConfigFile, theta: float) -> Rope:
+    """Return how heads turn by a base in place of the one that config.json has for all layers."""
+    tables = {name: config.fields.get(name) for name in ("rope_parameters", "rope_scaling")}
+    own = {name: table | {"rope_theta": theta} for name, table in tables.items() if isinstance(table, dict)}
+    return ropes.read(config.replaced(rope_theta=theta, **own), llama.size_of_head(config))
 
 
 def _experts(config: ConfigFile, shared_size: int) -> tuple[Experts, dict[str, Any]]:
@@ -105,14 +155,15 @@ class _MixtureNames:
         block, number = f"{layer}.block_sparse_moe", ffn.router.num_experts
         hidden, size = config.hidden_size, config.expert_size
         if f"{block}.input_linear.weight" in tensors:
-            gate_up = tensors.stacked(f"{block}.input_linear.weight", number, 2 * size, hidden)
-            out = tensors.stacked(f"{block}.output_linear.weight", number, hidden, size)
-        else:  # in GGUF
-            each = [f"{block}.experts.{i}" for i in range(number)]
-            gate_up = tensors.stack(hidden, [{f"{one}.w1.weight": size, f"{one}.w3.weight": size} for one in each])
-            out = tensors.stack(size, [{f"{one}.w2.weight": hidden} for one in each])
-        router = tensors.table(f"{block}.router.layer.weight", number, hidden)
-        params = {"router": router, "experts_gate_up": gate_up, "experts_out": out}
+            params = {
+                "experts_gate_up": tensors.stacked(f"{block}.input_linear.weight", number, 2 * size, hidden),
+                "experts_out": tensors.stacked(f"{block}.output_linear.weight", number, hidden, size),
+            }
+        else:  # in GGUF, and of Granite Swash
+            params = mixtures.Names(gate="w1", up="w3", down="w2").experts(config, number, tensors, block)
+        router = f"{block}.router.weight"
+        router = router if router in tensors else f"{block}.router.layer.weight"
+        params["router"] = tensors.table(router, number, hidden)
         if ffn.shared is None:
             return params
         beside = llama.mlp_params(config, GatedMLP(size=config.shared_size), tensors, layer, SHARED_MLP)
@@ -122,41 +173,17 @@ class _MixtureNames:
 def _decoder(
     config: ConfigFile,
     tensors: Tensors,
-    turns: bool,
+    mixers: Sequence[Attention | Mamba2],
     ffn: GatedMLP | Experts,
-    recurs: Sequence[int] = (),
     **options: Any,
 ) -> Model:
-    """Build the model.
-
-    Args:
-        config: config.json.
-        tensors: the tensors.
-        turns: whether queries and keys turn, as config.json says it.
-        ffn: of all layers.
-        recurs: the layers of Mamba-2.
-        options: further ones of `llama.decoder`.
-    """
+    """Build the model, given the mixer of each layer or one of all layers, and more options of `llama.decoder`."""
     config.only("hidden_act", "silu")
-    bias = config.get("attention_bias", bool, False)
-    scale = config.number("attention_multiplier", 1.0)
-    layer = LayerConfig(
-        Attention(has_bias=bias, has_out_bias=bias, scale=scale),
-        ffn,
-        residual_factor=config.number("residual_multiplier", 1.0),
-    )
-    layers = (layer,)
-    if recurs:
-        layers *= config.size("num_hidden_layers")
-        mamba = replace(layer, mixer=_mamba(config))
-        layers = tuple(mamba if i in recurs else one for i, one in enumerate(layers))
-    if not turns:
-        config.ignore("rope_parameters", "rope_scaling", "rope_theta")
-        options["rope"] = NO_ROPE
+    factor = config.number("residual_multiplier", 1.0)
     return llama.decoder(
         config,
         tensors,
-        layers,
+        tuple(LayerConfig(mixer, ffn, residual_factor=factor) for mixer in mixers),
         embedding_factor=config.number("embedding_multiplier", 1.0),
         logit_divisor=config.number("logits_scaling", 1.0),
         **options,
