@@ -125,7 +125,7 @@ CONFIGS = {
     | {"layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5},
     "nemotron": CENTRED
     | {"model_type": "nemotron", "head_dim": 12, "norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True},
-    "falcon": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "layer_norm_epsilon": 1e-3},
+    "falcon": FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "layer_norm_epsilon": 1e-3},
     "falcon_multi_query": FALCON | {"ffn_hidden_size": 48},
     "opt": OPT | {"model_type": "opt"},
     "opt_post_norm": OPT | {"model_type": "opt", "do_layer_norm_before": False, "word_embed_proj_dim": 24},
@@ -507,7 +507,8 @@ VARIANTS |= {
     | {"multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False}
     | {"activation": "relu"},
     "falcon_one_norm": FALCON
-    | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 48},
+    | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 48}
+    | {"bias": True},
     "starcoder2_plain": CENTRED | {"model_type": "starcoder2", "use_bias": False, "hidden_act": "gelu"},
     "cohere2_moe": LLAMA
     | {"model_type": "cohere2_moe", "num_hidden_layers": 5, "head_dim": 16, "layer_norm_eps": 1e-5}

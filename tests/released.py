@@ -803,7 +803,7 @@ RELEASED = {
             "apply_residual_connection_post_layernorm": False,
             "architectures": ["FalconForCausalLM"],
             "attention_dropout": 0.0,
-            "bias": True,  # false in the release: the tensors of the case have biases
+            "bias": False,
             "bos_token_id": 11,
             "eos_token_id": 11,
             "hidden_dropout": 0.0,

@@ -42,6 +42,7 @@ LAGUNA = {
     "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
     "add_expert_weights_norm": True,
 }
+OF_FALCON = {"add_layer_norm_eps": 1e-5, "add_tensor_data_layout": "jploski", "add_feed_forward_length": 48}
 WHOLE = {"full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}
 UNSCALED = {"llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 64}
 OF_LATENTS = {
@@ -237,6 +238,17 @@ CASES = {
         },
     ),
     "seed_oss": ("seed_oss", {}, {}),
+    "phi2": (
+        "phi_default",
+        {"hidden_act": "gelu_new", "rope_theta": 10000.0},
+        {"add_layer_norm_eps": 1e-5, "add_rope_dimension_count": 4},
+    ),
+    "falcon": (
+        "falcon",
+        {},
+        OF_FALCON | {"add_head_count_kv": 2, "add_feed_forward_length": 128} | {"add_layer_norm_eps": 1e-3},
+    ),
+    "falcon with one key head": ("falcon_multi_query", {}, OF_FALCON | {"add_head_count_kv": 1}),
     "olmo": (
         "olmo_plain",
         {"clip_qkv": 1.5, "hidden_act": "silu"},
@@ -378,7 +390,7 @@ CASES = {
 }
 
 
-FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna", "apertus", "olmo"  # of these
+FAST = "qwen3moe", "qwen3 with yarn", "gemma4", "laguna", "apertus", "olmo", "falcon"  # of these
 
 
 def name_in(names, name):
@@ -429,14 +441,14 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
     known = "afmoe" if architecture == "laguna" else architecture  # of newer releases of the package alone
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     common = {
         "add_block_count": config["num_hidden_layers"] + fields.get("add_nextn_predict_layers", 0),
         "add_context_length": config["max_position_embeddings"],
         "add_embedding_length": config["hidden_size"],
-        "add_feed_forward_length": config["intermediate_size"],
+        "add_feed_forward_length": config.get("intermediate_size", 0),
         "add_head_count": config["num_attention_heads"],
-        "add_head_count_kv": config["num_key_value_heads"],
+        "add_head_count_kv": config.get("num_key_value_heads", 0),
         "add_layer_norm_rms_eps": config.get("rms_norm_eps", 1.0),  # LayerNorms have the field of `fields`
         "add_rope_freq_base": config["rope_theta"],
     }
@@ -453,6 +465,10 @@ def write_gguf(path, architecture, config, tensors, fields, of_config=(), **kind
             continue
         if architecture == "laguna":
             name = name.replace(".g_proj.", ".gate_proj.").replace("post_attention_layernorm", "pre_mlp_layernorm")
+        if part == "query_key_value":  # the ones of each key head lie together in transformers
+            groups = values.reshape(fields["add_head_count_kv"], -1, 8, values.shape[1])
+            parts = np.split(groups, [groups.shape[1] - 2, groups.shape[1] - 1], axis=1)
+            values = np.concatenate([x.reshape(-1, values.shape[1]) for x in parts])
         # The halves of each head lie between each other.
         if architecture in ("llama", "mistral3", "smollm3", "granite", "olmo") and part in heads:
             values = values.reshape(heads[part], 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
@@ -541,10 +557,14 @@ def test_llama4_scout_and_maverick(number, factor, tmp_path):
     assert all(layer.mixer.has_unit_norms == (number != 128) for layer in found.each_layer)
 
 
-def test_queries_keys_and_values_of_glm_in_one_tensor(tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "case", "changes", "fields"),
+    [("chatglm", "glm", {}, {"add_rope_dimension_count": 4}), ("phi2", *CASES["phi2"])],
+)
+def test_queries_keys_and_values_in_one_tensor(architecture, case, changes, fields, tmp_path):
     """As files have them that were converted before transformers had the family."""
-    config, fields = ALL["glm"], {"add_rope_dimension_count": 4}
-    tensors = {name: tensor_of(name, shape) for name, shape in shapes("glm").items()}
+    config = ALL[case] | changes
+    tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
     whole, joined = load(write_floats(tmp_path / "floats", config, tensors)), {}
     for name, values in tensors.items():
         if ".q_proj." in name:
@@ -552,7 +572,7 @@ def test_queries_keys_and_values_of_glm_in_one_tensor(tmp_path):
             joined[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts)
         elif ".k_proj." not in name and ".v_proj." not in name:
             joined[name] = values
-    model = load(write_gguf(tmp_path / "model.gguf", "chatglm", config, joined, fields))
+    model = load(write_gguf(tmp_path / "model.gguf", architecture, config, joined, fields))
     assert difference(whole_logits(model), np.asarray(whole_logits(whole))) <= TOLERANCE
 
 
@@ -715,6 +735,8 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
         ("cohere2", {"add_sliding_window": 0}, r"sliding_window in .* must be in \[1, .*\], got 0"),
         ("olmo", {"add_layer_norm_eps": 1e-3}, "olmo.attention.layer_norm_epsilon in .* must be .* or absent, got"),
         ("nemotron", {"add_key_length": 12, "add_value_length": 12}, "nemotron.attention.key_length in .* must be"),
+        ("falcon with one key head", {"add_head_count_kv": 2}, "falcon.attention.head_count_kv in .* must be 1 where"),
+        ("falcon", {"add_tensor_data_layout": "other"}, "falcon.tensor_data_layout in .* must be 'jploski' or absent"),
         ("olmo2", {"add_expert_count": 4}, "olmo2.expert_count in .* must be 0 or absent, got 4"),
         ("phi3", {"add_rope_scaling_type": gguf.RopeScalingType.YARN}, "phi3.rope.scaling.type in .* must be"),
         ("phi3", {"add_head_count": 64}, "phi3.attention.key_length in .* must be at least 1, got 0"),
@@ -724,7 +746,8 @@ def test_experts_in_mxfp4_stay_so(tmp_path):
 def test_fields_that_are_refused(architecture, fields, message, tmp_path):
     case, changes, usual = CASES[architecture]
     tensors = {name: tensor_of(name, shape) for name, shape in shapes(case).items()}
-    path = write_gguf(tmp_path / "model.gguf", architecture, ALL[case] | changes, tensors, usual | fields)
+    name = architecture.partition(" ")[0]
+    path = write_gguf(tmp_path / "model.gguf", name, ALL[case] | changes, tensors, usual | fields)
     with pytest.raises(ValueError, match=message):
         load(path)
 

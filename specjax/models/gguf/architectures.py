@@ -206,6 +206,10 @@ ARCHITECTURES = {
     "olmo2": Architecture(fields=dense.olmo2, names=dense.POST_NORMS, scalings=("yarn",)),
     "seed_oss": Architecture(fields=dense.seed_oss, names=dense.POST_NORMS[:1]),
     "apertus": Architecture(fields=dense.apertus, names=dense.OF_APERTUS, numbers=dense.ALPHAS),
+    "phi2": Architecture(
+        fields=dense.phi2, names=dense.OF_PHI, epsilon=OF_LAYER_NORM, has_partial_rotary=True, holds=dense.of_phi
+    ),
+    "falcon": Architecture(fields=dense.falcon, names=dense.OF_FALCON, epsilon=OF_LAYER_NORM, holds=dense.of_falcon),
     "phi3": Architecture(
         fields=dense.phi3,
         names=(("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")),

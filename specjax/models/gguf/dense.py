@@ -1,12 +1,15 @@
 """Dense architectures in GGUF: the fields of config.json that are not alike in all files, and names of tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specjax.models.gguf.blocks import floats_of
 from specjax.models.gguf.fields import Fields
+from specjax.models.gguf.names import renamed
+from specjax.models.gguf.places import Place
 from specjax.models.layer import XIELU_BETA, XIELU_EPSILON
 
 POST_NORMS = ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")
@@ -18,6 +21,16 @@ OF_GLM4 = (
 OF_CHATGLM = ("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")
 OF_APERTUS = ("attn_norm", "attention_layernorm"), ("ffn_norm", "feedforward_layernorm")
 ALPHAS = ("xielu.alpha_p", "mlp.act_fn.alpha_p"), ("xielu.alpha_n", "mlp.act_fn.alpha_n")
+OF_PHI = (
+    *(("attn_qkv", "self_attn.qkv_proj"), ("attn_output", "self_attn.dense")),
+    *(("ffn_up", "mlp.fc1"), ("ffn_down", "mlp.fc2")),
+)
+WHOLE_OF_PHI = {"model.norm": "model.final_layernorm"}
+OF_FALCON = (
+    *(("attn_qkv", "self_attention.query_key_value"), ("attn_output", "self_attention.dense")),
+    *(("ffn_up", "mlp.dense_h_to_4h"), ("ffn_down", "mlp.dense_4h_to_h"), ("attn_norm_2", "ln_attn")),
+)
+WHOLE_OF_FALCON = {"model.embed_tokens": "model.word_embeddings", "model.norm": "model.ln_f"}
 OF_HUNYUAN = ("attn_q_norm", "self_attn.query_layernorm"), ("attn_k_norm", "self_attn.key_layernorm")
 
 
@@ -58,6 +71,52 @@ def has_mlp_bias(fields: Fields) -> bool:
 def layer_types(slides: Sequence[bool]) -> list[str]:
     """Return the kind of each layer, given which layers have windows."""
     return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def phi2(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Phi-1, Phi-1.5 and Phi-2."""
+    turned = fields.get("rope.dimension_count", int)
+    return without_window(fields, config) | {
+        "model_type": "phi",
+        "layer_norm_eps": config["rms_norm_eps"],
+        "partial_rotary_factor": turned / config["head_dim"],
+    }
+
+
+def of_phi(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
+    """Return the tensor of Phi that a tensor of a file holds."""
+    yield renamed(name, WHOLE_OF_PHI), place
+
+
+def falcon(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Falcon 7B, 40B and 180B."""
+    fields.only("tensor_data_layout", "jploski")  # parts queries, keys and values of groups
+    has_two_norms = "blk.0.attn_norm_2.weight" in fields.header.tensors
+    if not has_two_norms and config["num_key_value_heads"] > 1:
+        raise ValueError(
+            f"falcon.attention.head_count_kv in {fields.header.path} must be 1 where layers have one norm, because "
+            f"files of Falcon 2 lack the base of its rotation, got {config['num_key_value_heads']}"
+        )
+    return without_window(fields, config) | {
+        "new_decoder_architecture": has_two_norms,
+        "num_kv_heads": config["num_key_value_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+    }
+
+
+def of_falcon(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
+    """Return the tensor of Falcon that a tensor of a file holds, with the rows of each key head together."""
+    name = renamed(name, WHOLE_OF_FALCON).replace("model.layers.", "model.h.")
+    if config["new_decoder_architecture"]:
+        name = name.replace("input_layernorm", "ln_mlp")
+    if name.endswith("query_key_value.weight"):
+        groups, size = config["num_kv_heads"], config["head_dim"]
+        own = np.arange(groups * size).reshape(groups, -1)
+        queries = np.arange(config["num_attention_heads"] * size)
+        parts = queries.reshape(groups, -1), queries.size + own, queries.size + own.size + own
+        place = replace(place, rows=np.concatenate(parts, axis=1).ravel())
+    yield name, place
 
 
 def olmo(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.models.gguf import dense
 from specjax.models.gguf.fields import Fields
+from specjax.models.gguf.names import renamed
 from specjax.models.gguf.places import Place
 
 WHOLE_OF_NEMOTRON = {"model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f"}
@@ -148,5 +149,4 @@ def as_vectors(name: str, place: Place, config: dict[str, Any]) -> Iterator[tupl
 
 def of_nemotron(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
     """Return what `as_vectors` does, with the names of Nemotron-H for tensors of no layer."""
-    whole, _, ending = name.rpartition(".")
-    yield from as_vectors(f"{WHOLE_OF_NEMOTRON.get(whole, whole)}.{ending}", place, config)
+    yield from as_vectors(renamed(name, WHOLE_OF_NEMOTRON), place, config)

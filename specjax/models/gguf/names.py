@@ -1,6 +1,7 @@
 """The names of tensors in GGUF as transformers has them, and the changes of their numbers that converters made."""
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -33,6 +34,12 @@ def name_of(name: str, of_layer: dict[str, str]) -> str:
     if kind not in known or last is None:
         return name
     return f"{known[kind]}.{last}" if layer is None else f"model.layers.{layer}.{known[kind]}.{last}"
+
+
+def renamed(name: str, whole: Mapping[str, str]) -> str:
+    """Return the name of a tensor in transformers, of which `whole` may give another one without the ending."""
+    stem, _, ending = name.rpartition(".")
+    return f"{whole.get(stem, stem)}.{ending}"
 
 
 def rows_of(name: str, size: int, heads: dict[str, int]) -> np.ndarray | None:
