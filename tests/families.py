@@ -497,7 +497,7 @@ VARIANTS |= {
     "phi_default": CENTRED
     | {"model_type": "phi", "num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "relu2"},
     "gpt_neox_serial": NEOX
-    | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu", "tie_word_embeddings": True},
+    | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
     "stablelm_serial": CENTRED | {"model_type": "stablelm", "hidden_act": "gelu", "tie_word_embeddings": True},
     "olmo": CENTRED | {"model_type": "olmo", "clip_qkv": 1.5, "attention_bias": True},
     "olmo_plain": CENTRED | {"model_type": "olmo", "hidden_act": "relu", "tie_word_embeddings": True},

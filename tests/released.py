@@ -878,6 +878,39 @@ RELEASED = {
             ),
         },
     ),
+    "GPT-NeoX 20B": (
+        "gpt_neox",
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "attention_probs_dropout_prob": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "hidden_act": "gelu_fast",
+            "hidden_dropout_prob": 0,
+            "initializer_range": 0.02,
+            "layer_norm_eps": 1e-05,
+            "model_type": "gpt_neox",
+            "rotary_emb_base": 10000,
+            "rotary_pct": 0.25,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "transformers_version": "4.19.0.dev0",
+            "use_cache": True,
+        },
+        {
+            "rope_theta": 10000.0,
+            "rotary_size": 2,
+            "norm_eps": 1e-05,
+            "layers": (
+                LayerConfig(
+                    Attention(has_bias=True, has_out_bias=True, by_groups=True),
+                    MLP("gelu_tanh", has_bias=True),
+                    is_parallel=True,
+                    shares_norm=False,
+                ),
+            ),
+        },
+    ),
     "Pythia 1.4B": (
         "gpt_neox",
         {

@@ -63,6 +63,7 @@ OUTER, ATTENTION, NAMES = OuterNames(), AttentionNames(), MLPNames()
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 ACTIVATIONS = {  # by their names in config.json
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
