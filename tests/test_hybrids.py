@@ -117,7 +117,7 @@ def test_fields_that_are_refused(tmp_path):
 def test_fields_of_mamba_that_are_refused(tmp_path):
     directory = write(tmp_path / "model", "granite_h")
     for fields, message in (
-        ({"mamba_n_heads": 3}, "mamba_n_heads in .* must divide mamba_expand hidden_size = 64 and be a multiple of"),
+        ({"mamba_n_heads": 3}, "mamba_n_heads in .* must divide the width of Mamba-2 = 64 and be a multiple of"),
         ({"mamba_d_head": 8}, "mamba_d_head in .* must be"),
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\], .* got \[0.0, 0.1\]"),
         ({"layer_types": ["mamba"] * 3}, "layer_types in .* must be 3 times 'mamba' or 'attention'"),

@@ -64,25 +64,27 @@ def _experts(config: ConfigFile, shared_size: int) -> tuple[Experts, dict[str, A
     return Experts(router, shared=Shared() if shared_size else None), {**sizes, "mixture": _MixtureNames()}
 
 
-def _mamba(config: ConfigFile) -> Mamba2:
-    """Return the mixer of the recurrent layers."""
+def mamba(config: ConfigFile, width: int | None = None) -> Mamba2:
+    """Return the mixer of the recurrent layers, given the numbers of all heads; None is as mamba_expand says."""
     heads, groups = config.size("mamba_n_heads", 128), config.size("mamba_n_groups", 1)
-    width = config.size("mamba_expand", 2) * config.size("hidden_size")
+    width = config.size("mamba_expand", 2) * config.size("hidden_size") if width is None else width
     if width % heads or heads % groups:
         raise ValueError(
-            f"{config.where('mamba_n_heads')} must divide mamba_expand hidden_size = {width} and be a multiple of "
+            f"{config.where('mamba_n_heads')} must divide the width of Mamba-2 = {width} and be a multiple of "
             f"mamba_n_groups = {groups}, got {heads}"
         )
     if config.fields.get("mamba_d_head", "auto") != "auto":
         config.only("mamba_d_head", width // heads)
     check_steps(config)
+    has_bias = config.get("mamba_proj_bias", bool, False)
     return Mamba2(
         num_key_heads=groups,
         num_value_heads=heads,
         key_size=config.size("mamba_d_state", 256),
         value_size=width // heads,
         conv_size=config.size("mamba_d_conv", 4),
-        has_bias=config.get("mamba_proj_bias", bool, False),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
         has_conv_bias=config.get("mamba_conv_bias", bool, True),
     )
 
@@ -140,16 +142,14 @@ def _decoder(
     config.only("hidden_act", "silu")
     bias = config.get("attention_bias", bool, False)
     scale = config.number("attention_multiplier", 1.0)
-    layer = LayerConfig(
-        Attention(has_bias=bias, has_out_bias=bias, scale=scale),
-        ffn,
-        residual_factor=config.number("residual_multiplier", 1.0),
-    )
+    factor = config.number("residual_multiplier", 1.0)
+    attention = Attention(has_bias=bias, has_out_bias=bias, scale=scale)
+    layer = LayerConfig(attention, ffn, mixer_factor=factor, ffn_factor=factor)
     layers = (layer,)
     if recurs:
         layers *= config.size("num_hidden_layers")
-        mamba = replace(layer, mixer=_mamba(config))
-        layers = tuple(mamba if i in recurs else one for i, one in enumerate(layers))
+        recurrent = replace(layer, mixer=mamba(config))
+        layers = tuple(recurrent if i in recurs else one for i, one in enumerate(layers))
     if not turns:
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
         options["rope"] = NO_ROPE
