@@ -112,6 +112,47 @@ CONFIGS["lfm3"] = {name: value for name, value in LFM2.items() if name != "rope_
     "head_dim": 16,
 }
 
+FALCON = LLAMA | {
+    "model_type": "falcon_h1",
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 48,
+    "mamba_d_head": 12,
+    "mamba_d_conv": 4,
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_out_multiplier": 0.8,
+    "mlp_multipliers": [0.6, 0.9],
+    "ssm_multipliers": [0.7, 0.5, 0.6, 1.2, 0.8],
+    "ssm_out_multiplier": 1.1,
+}
+CONFIGS["falcon_h1"] = FALCON | {
+    "attention_in_multiplier": 1.2,
+    "ssm_in_multiplier": 1.25,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mlp_bias": True,
+    "projectors_bias": True,
+}
+CONFIGS["falcon_h1_gated_last"] = FALCON | {
+    "tie_word_embeddings": True,
+    "head_dim": 16,
+    "attention_bias": True,
+    "mamba_rms_norm": True,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+}
+CONFIGS["falcon_h1_plain"] = LLAMA | {
+    "model_type": "falcon_h1",
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": None,
+    "mamba_d_head": 16,
+}
+
 MTP = "nemotron_h_latents"  # the case of Nemotron whose module for multi-token prediction is compared
 
 # The names of transformers in files where they are not the model's.

@@ -152,6 +152,24 @@ def test_fields_of_nemotron_that_are_refused(tmp_path):
             load(directory)
 
 
+def test_fields_of_falcon_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "falcon_h1")
+    for fields, message in (
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias in .* must be False where attention_in_multiplier is not 1, got"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias in .* must be False where ssm_in_multiplier is not 1, got True"),
+        ({"ssm_multipliers": [1.0] * 4}, r"ssm_multipliers in .* must be 5 positive numbers, got \[1.0, 1.0"),
+        ({"mlp_multipliers": [1.0, "1"]}, "mlp_multipliers in .* must be 2 positive numbers"),
+        ({"key_multiplier": -1.0}, "key_multiplier in .* must be positive"),
+        ({"mamba_d_ssm": 50}, "mamba_n_heads in .* must divide the width of Mamba-2 = 50"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\]"),
+        ({"mamba_rms_norm": False}, "mamba.norm.weight in .* does not belong to"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["falcon_h1"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
 def released(directory, case):
     """A checkpoint of Nemotron as it is released: other names, a tensor for each expert, a drafter, its own fields."""
     write(directory, case)
@@ -341,6 +359,14 @@ def test_convolutions_keep_the_inputs_of_plain_decoding(case, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["falcon_h1", "falcon_h1_plain"])
+def test_mamba_beside_attention_keeps_the_state_of_plain_decoding(case, tmp_path):
+    model = load(write(tmp_path / "model", case))
+    testing.assert_model(model)
+    run_steps(model, 60)
+
+
+@pytest.mark.slow
 def test_layers_without_mixers_keep_nothing(tmp_path):
     testing.assert_model(load(write(tmp_path / "model", "nemotron_h_moe")))
 
@@ -412,6 +438,8 @@ def mesh_of(number):
         ("nemotron_h", 2),
         pytest.param("nemotron_h_latents", 2, marks=pytest.mark.slow),
         ("nemotron_h_latents", 4),
+        ("falcon_h1", 2),
+        pytest.param("falcon_h1_gated_last", 4, marks=pytest.mark.slow),
         pytest.param("lfm2", 4, marks=pytest.mark.slow),
         ("lfm2_moe", 2),
         pytest.param("lfm3", 2, marks=pytest.mark.slow),
@@ -490,7 +518,7 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "lfm2", "lfm3"])
+@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "falcon_h1", "lfm2", "lfm3"])
 def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))
@@ -529,6 +557,16 @@ def test_codes_of_granite(tmp_path):
     write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
     layer = load(tmp_path / "codes").params["layers"][0]
     assert all(isinstance(layer[name], Quantized) for name in ("mamba_in", "mamba_out", "gate_up"))
+
+
+def test_codes_of_falcon(tmp_path):
+    """The matrices of both mixers of a layer."""
+    directory = write(tmp_path / "floats", "falcon_h1")
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    for model in (load(tmp_path / "codes"), load(directory, quantization="int4")):
+        layer = model.params["layers"][0]
+        names = {"qkv", "attention_out", "mamba_in", "mamba_out", "gate_up", "mlp_out"}
+        assert {name for name, leaf in layer.items() if isinstance(leaf, Quantized)} == names
 
 
 def test_codes_of_stacks_of_granite_are_refused(tmp_path):

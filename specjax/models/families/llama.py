@@ -71,6 +71,7 @@ def decoder(
     mixture: Mixture | None = None,
     mlp: MLPNames = NAMES,
     rope: Rope | Callable[[ConfigFile, int], Rope] = ropes.read,
+    last_norm: str = "model.norm",
     **options: Any,
 ) -> Model:
     """Build the model of a checkpoint with the network of `models/decoder.py`.
@@ -86,6 +87,7 @@ def decoder(
         mixture: reads the parameters of layers with experts; None where there are none.
         mlp: the names of the matrices of an MLP.
         rope: as `config_of` takes it.
+        last_norm: the name of the norm after the layers.
         options: further fields of `DecoderConfig`.
 
     Returns:
@@ -97,7 +99,7 @@ def decoder(
     options |= {"head_size": head_size, "tie_embeddings": tie_embeddings, "rope": rope}
     decoder_config = config_of(config, layers, transposed=tensors.on_one_gpu, **options)
     config.check_computation()
-    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture, mlp))
+    return decoder_model(decoder_config, _params(decoder_config, tensors, norms, ignored, mixture, mlp, last_norm))
 
 
 def config_of(
@@ -279,6 +281,8 @@ def layer_params(
         params |= _latent_params(config, layer.mixer, tensors, f"{name}.self_attn")
     else:
         params |= attention_params(config, layer.mixer, tensors, f"{name}.self_attn", inputs or hidden)
+    if isinstance(layer.beside, Mamba2):
+        params |= mamba_params(config, layer.beside, tensors, f"{name}.mamba")
     if isinstance(layer.ffn, GatedMLP):
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif isinstance(layer.ffn, MLP):
@@ -383,11 +387,13 @@ def mamba_params(config: DecoderConfig, mixer: Mamba2, tensors: Tensors, name: s
         "mamba_decay": tensors.vectors({f"{name}.A_log": heads}),
         "mamba_step_bias": tensors.vectors({f"{name}.dt_bias": heads}),
         "mamba_skip": tensors.vectors({f"{name}.D": heads}),
-        "mamba_scale": tensors.vectors({f"{name}.norm.weight": width}),
         "mamba_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
     }
+    if mixer.has_norm:
+        params["mamba_scale"] = tensors.vectors({f"{name}.norm.weight": width})
     if mixer.has_bias:
         params["mamba_in_bias"] = tensors.vectors({f"{name}.in_proj.bias": outputs})
+    if mixer.has_out_bias:
         params["mamba_out_bias"] = tensors.vectors({f"{name}.out_proj.bias": hidden})
     if mixer.has_conv_bias:
         params["mamba_conv_bias"] = tensors.vectors({f"{name}.conv1d.bias": mixer.channels})
@@ -456,9 +462,10 @@ def _params(
     ignored: tuple[str, ...],
     mixture: Mixture | None,
     mlp: MLPNames,
+    last_norm: str,
 ) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    params = outer_params(config, tensors, "model.embed_tokens", "model.norm")
+    params = outer_params(config, tensors, "model.embed_tokens", last_norm)
     params["layers"] = {
         i: layer_params(config, layer, tensors, f"model.layers.{i}", norms, None, mixture, mlp)
         for i, layer in enumerate(config.each_layer)
