@@ -112,6 +112,28 @@ CONFIGS["lfm3"] = {name: value for name, value in LFM2.items() if name != "rope_
     "head_dim": 16,
 }
 
+CONFIGS["bamba"] = LLAMA | {
+    "model_type": "bamba",
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "head_dim": 16,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+}
+CONFIGS["bamba_plain"] = LLAMA | {
+    "model_type": "bamba",
+    "num_hidden_layers": 2,
+    "attn_layer_indices": [1, 4],
+    "tie_word_embeddings": True,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+}
+
 FALCON = LLAMA | {
     "model_type": "falcon_h1",
     "mamba_n_heads": 4,

@@ -152,6 +152,24 @@ def test_fields_of_nemotron_that_are_refused(tmp_path):
             load(directory)
 
 
+def test_fields_of_bamba_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "bamba")
+    for fields, message in (
+        ({"attn_layer_indices": [3]}, r"attn_layer_indices in .* must be integers, .* in \[0, 2\], got \[3\]"),
+        ({"attn_layer_indices": [[1]]}, r"attn_layer_indices in .* must be integers, .* got \[\[1\]\]"),
+        ({"attn_layer_indices": None}, "attn_layer_indices"),
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\]"),
+        ({"mamba_expand": 3}, "mamba.in_proj.weight in .* must have shape"),
+        ({"rope_scaling": {"type": "ntk"}}, "rope_scaling.type in .* must be"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["bamba"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIGS["bamba"] | {"partial_rotary_factor": 0.25}))
+    assert load(directory).apply.config.rotary_size == 8  # as transformers takes that field
+
+
 def test_fields_of_falcon_that_are_refused(tmp_path):
     directory = write(tmp_path / "model", "falcon_h1")
     for fields, message in (
@@ -359,8 +377,8 @@ def test_convolutions_keep_the_inputs_of_plain_decoding(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["falcon_h1", "falcon_h1_plain"])
-def test_mamba_beside_attention_keeps_the_state_of_plain_decoding(case, tmp_path):
+@pytest.mark.parametrize("case", ["bamba", "falcon_h1", "falcon_h1_plain"])
+def test_other_mamba_keeps_the_state_of_plain_decoding(case, tmp_path):
     model = load(write(tmp_path / "model", case))
     testing.assert_model(model)
     run_steps(model, 60)
@@ -438,6 +456,7 @@ def mesh_of(number):
         ("nemotron_h", 2),
         pytest.param("nemotron_h_latents", 2, marks=pytest.mark.slow),
         ("nemotron_h_latents", 4),
+        pytest.param("bamba", 2, marks=pytest.mark.slow),
         ("falcon_h1", 2),
         pytest.param("falcon_h1_gated_last", 4, marks=pytest.mark.slow),
         pytest.param("lfm2", 4, marks=pytest.mark.slow),
@@ -518,7 +537,7 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "falcon_h1", "lfm2", "lfm3"])
+@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "bamba", "falcon_h1", "lfm2", "lfm3"])
 def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))
