@@ -112,6 +112,29 @@ CONFIGS["lfm3"] = {name: value for name, value in LFM2.items() if name != "rope_
     "head_dim": 16,
 }
 
+OLMO = {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {
+    "model_type": "olmo_hybrid",
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+CONFIGS["olmo_hybrid"] = OLMO | {
+    "attention_bias": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rms_norm_eps": 1e-3,
+}
+CONFIGS["olmo_hybrid_turned"] = OLMO | {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 2,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 3,
+    "linear_allow_neg_eigval": False,
+}
+
 CONFIGS["bamba"] = LLAMA | {
     "model_type": "bamba",
     "num_hidden_layers": 3,

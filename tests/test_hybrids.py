@@ -152,6 +152,49 @@ def test_fields_of_nemotron_that_are_refused(tmp_path):
             load(directory)
 
 
+@pytest.mark.parametrize("ends", [(16, 32), (27, 54)], ids=["released", "written again"])
+def test_olmo_hybrid_as_it_is_released(ends, tmp_path):
+    """Three convolutions, whose channels transformers writes in thirds, and other names of norms."""
+    directory = write(tmp_path / "model", "olmo_hybrid")
+    model, tensors = load(directory), {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        if name.endswith("conv1d.weight"):
+            parts = zip("qkv", np.split(values, ends), strict=True)
+            tensors |= {name.replace("conv1d", f"{one}_conv1d"): part.copy() for one, part in parts}
+            continue
+        name = name.replace("input_layernorm", "attention_layer_norm")
+        if ends[0] != 16 or "layers.1." not in name:  # the releases have this name in layers that do not attend
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = values
+    save_file(tensors, directory / "model.safetensors")
+    for one, other in zip(*(jax.tree.leaves(each.params) for each in (load(directory), model)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    save_file(
+        tensors | {"model.layers.0.linear_attn.q_conv1d.weight": np.ones((9, 1, 4), np.float32)},
+        directory / "model.safetensors",
+    )
+    with pytest.raises(ValueError, match=r"v_conv1d.weight in .* must have 80 channels, got"):
+        load(directory)
+
+
+def test_fields_of_olmo_hybrid_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "olmo_hybrid")
+    for fields, message in (
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types in .* must be 3 times"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads in .* must be a multiple of linear_num_key_heads = 2"),
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling in .* must be absent or say what"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor in .* must be 1.0"),
+        ({"sliding_window": 4}, "sliding_window in .* must be absent"),
+        ({"linear_conv_kernel_dim": 3}, "conv1d.weight in .* must have shape"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["olmo_hybrid"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+    turned = load(write(tmp_path / "turned", "olmo_hybrid", CONFIGS["olmo_hybrid"] | {"rope_parameters": None}))
+    assert turned.apply.config.rotary_size is None  # a base that is absent is 10000, as in transformers
+
+
 def test_fields_of_bamba_that_are_refused(tmp_path):
     directory = write(tmp_path / "model", "bamba")
     for fields, message in (
@@ -363,6 +406,14 @@ def run_steps(model, number):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["olmo_hybrid", "olmo_hybrid_turned"])
+def test_other_delta_nets_keep_the_state_of_plain_decoding(case, tmp_path):
+    model = load(write(tmp_path / "model", case))
+    testing.assert_model(model)
+    run_steps(model, 60)
+
+
+@pytest.mark.slow
 def test_mamba_keeps_the_state_of_plain_decoding(granite):
     testing.assert_model(granite)
     run_steps(granite, 60)
@@ -457,6 +508,7 @@ def mesh_of(number):
         pytest.param("nemotron_h_latents", 2, marks=pytest.mark.slow),
         ("nemotron_h_latents", 4),
         pytest.param("bamba", 2, marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", 2, marks=pytest.mark.slow),
         ("falcon_h1", 2),
         pytest.param("falcon_h1_gated_last", 4, marks=pytest.mark.slow),
         pytest.param("lfm2", 4, marks=pytest.mark.slow),
@@ -537,7 +589,9 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "bamba", "falcon_h1", "lfm2", "lfm3"])
+@pytest.mark.parametrize(
+    "case", ["granite_h", "nemotron_h_latents", "bamba", "falcon_h1", "olmo_hybrid", "lfm2", "lfm3"]
+)
 def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))
@@ -560,13 +614,15 @@ def test_matrices_and_caches_of_few_bits(hybrid):
 
 
 @pytest.mark.slow
-def test_rates_stay_floats(tmp_path, hybrid):
+@pytest.mark.parametrize("case", ["qwen3_5_text", "olmo_hybrid"])
+def test_rates_stay_floats(case, tmp_path):
     """When others are rounded: by loading, and in the files that are written."""
-    directory = write(tmp_path / "floats", "qwen3_5_text", SMALL)
+    directory = write(tmp_path / "floats", case)
+    floats = load(directory).params["layers"][0]["delta_rates"]
     write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
     for model in (load(directory, quantization="int8"), load(tmp_path / "codes")):
         layer = model.params["layers"][0]
-        np.testing.assert_array_equal(layer["delta_rates"], hybrid.params["layers"][0]["delta_rates"])
+        np.testing.assert_array_equal(layer["delta_rates"], floats)
         assert all(isinstance(layer[name], Quantized) for name in ("delta_in", "delta_out"))
 
 
