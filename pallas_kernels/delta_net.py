@@ -33,6 +33,7 @@ class Heads(NamedTuple):
     num_value_heads: int
     key_size: int
     value_size: int
+    beta_factor: float = 1.0  # on the sigmoid that beta is
 
 
 class Held(NamedTuple):
@@ -243,7 +244,7 @@ def _mix_kernel(refs, out, *, heads: Heads):
             token = jnp.minimum(first + i, num_tokens - 1)
             raw = (plgpu.load(new.rates.at[row, token, jnp.int32(j), head]).astype(jnp.float32) for j in range(2))
             of_beta, of_g = raw
-            beta, g = rates_of(of_beta, of_g, decay, bias)
+            beta, g = rates_of(of_beta, of_g, decay, bias, heads.beta_factor)
             plgpu.store(mixed.value.at[row, first + i, head, entry], value, mask=(entry >= 0) & exists[i])
             plgpu.store(mixed.beta.at[row, first + i, head], beta, mask=exists[i])
             plgpu.store(decays_out.at[row, _slot(decays_out, position + first + i), head], g, mask=exists[i])
@@ -423,9 +424,10 @@ def _step_kernel(refs, out, *, heads: Heads, tiling: StepTiling):
             plgpu.store(changes_out.at[row, program.slot(count + token), head, column], change)
 
 
-def rates_of(first: Array, second: Array, decay: Array, bias: Array) -> tuple[Array, Array]:
+def rates_of(first: Array, second: Array, decay: Array, bias: Array, beta_factor: float) -> tuple[Array, Array]:
     """Return beta and g of a token and head from its two rates, all float32."""
-    return jax.nn.sigmoid(first), -jnp.exp(decay) * jax.nn.softplus(second + bias)
+    beta = jax.nn.sigmoid(first)
+    return beta if beta_factor == 1 else beta_factor * beta, -jnp.exp(decay) * jax.nn.softplus(second + bias)
 
 
 def _unit(x: Array) -> Array:

@@ -112,6 +112,92 @@ CONFIGS["lfm3"] = {name: value for name, value in LFM2.items() if name != "rope_
     "head_dim": 16,
 }
 
+OLMO = {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {
+    "model_type": "olmo_hybrid",
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+CONFIGS["olmo_hybrid"] = OLMO | {
+    "attention_bias": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rms_norm_eps": 1e-3,
+}
+CONFIGS["olmo_hybrid_turned"] = OLMO | {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 2,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 3,
+    "linear_allow_neg_eigval": False,
+}
+
+CONFIGS["bamba"] = LLAMA | {
+    "model_type": "bamba",
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "head_dim": 16,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+}
+CONFIGS["bamba_plain"] = LLAMA | {
+    "model_type": "bamba",
+    "num_hidden_layers": 2,
+    "attn_layer_indices": [1, 4],
+    "tie_word_embeddings": True,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+}
+
+FALCON = LLAMA | {
+    "model_type": "falcon_h1",
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 48,
+    "mamba_d_head": 12,
+    "mamba_d_conv": 4,
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_out_multiplier": 0.8,
+    "mlp_multipliers": [0.6, 0.9],
+    "ssm_multipliers": [0.7, 0.5, 0.6, 1.2, 0.8],
+    "ssm_out_multiplier": 1.1,
+}
+CONFIGS["falcon_h1"] = FALCON | {
+    "attention_in_multiplier": 1.2,
+    "ssm_in_multiplier": 1.25,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mlp_bias": True,
+    "projectors_bias": True,
+}
+CONFIGS["falcon_h1_gated_last"] = FALCON | {
+    "tie_word_embeddings": True,
+    "head_dim": 16,
+    "attention_bias": True,
+    "mamba_rms_norm": True,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+}
+CONFIGS["falcon_h1_plain"] = LLAMA | {
+    "model_type": "falcon_h1",
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": None,
+    "mamba_d_head": 16,
+}
+
 MTP = "nemotron_h_latents"  # the case of Nemotron whose module for multi-token prediction is compared
 
 # The names of transformers in files where they are not the model's.

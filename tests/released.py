@@ -605,7 +605,8 @@ RELEASED = {
                 LayerConfig(
                     Attention(has_bias=True, has_out_bias=True, scale=1 / 64),
                     GatedMLP(has_bias=True),
-                    residual_factor=0.22,
+                    mixer_factor=0.22,
+                    ffn_factor=0.22,
                 ),
             ),
         },

@@ -65,15 +65,17 @@ def step_operands(dtype, num_tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", INTERPRET)
-@pytest.mark.parametrize(("dtype", "num_tokens"), [(jnp.bfloat16, 3), (jnp.float32, 7), (jnp.float32, 1)])
-def test_step(dtype, num_tokens, interpret):
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens", "factor"), [(jnp.bfloat16, 3, 1), (jnp.float32, 7, 2), (jnp.float32, 1, 1)]
+)
+def test_step(dtype, num_tokens, factor, interpret):
     """Rows that replay none, some and all inputs, near the begin of a sequence and where slots are used again."""
-    params, memory, inputs, new_rates = step_operands(dtype, num_tokens)
+    net, (params, memory, inputs, new_rates) = replace(NET, beta_factor=factor), step_operands(dtype, num_tokens)
     wide = jnp.pad(inputs, ((0, 0), (0, 0), (0, 5)), constant_values=jnp.nan)  # the numbers after the inputs
 
     @partial(jax.jit, static_argnums=0)
     def step(implementation):
-        return NET.step(params, memory, wide, new_rates, implementation=implementation)
+        return net.step(params, memory, wide, new_rates, implementation=implementation)
 
     with jax.default_device(jax.devices("cpu")[0]):
         expected, after = step("xla")

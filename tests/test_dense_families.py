@@ -407,11 +407,11 @@ def test_factors_of_minicpm3(tmp_path):
     """Fields that are null say other factors than fields that are absent."""
     fields = {name: x for name, x in ALL["minicpm3"].items() if not name.startswith(("scale_", "dim_"))}
     config = load(write(tmp_path / "absent", "minicpm3", config=fields)).apply.config
-    factors = config.embedding_factor, config.layers[0].residual_factor, config.logit_divisor
+    factors = config.embedding_factor, config.layers[0].mixer_factor, config.logit_divisor
     assert factors == (12.0, 1.4 / 2**0.5, 32 / 256)
     fields |= {"scale_depth": None, "dim_model_base": None, "rope_interleave": True}
     config = load(write(tmp_path / "null", "minicpm3", config=fields)).apply.config
-    assert (config.layers[0].residual_factor, config.logit_divisor) == (1.0, 1.0)
+    assert (config.layers[0].mixer_factor, config.logit_divisor) == (1.0, 1.0)
     assert not config.layers[0].mixer.is_interleaved
 
 

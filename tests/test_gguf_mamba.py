@@ -57,6 +57,16 @@ OF_NEMOTRON_3 = OF_NEMOTRON | {
     "add_expert_weights_scale": 2.5,
     "add_expert_group_count": 1,
 }
+OF_FALCON = OF_MAMBA | {
+    "add_block_count": 2,
+    "add_feed_forward_length": 48,
+    "add_head_count_kv": 2,
+    "add_rope_freq_base": hybrids.FALCON["rope_theta"],
+    "add_ssm_inner_size": 64,
+    "add_ssm_group_count": 1,
+    "add_key_length": 8,
+    "add_value_length": 8,
+}
 OF_LFM2 = {
     "add_block_count": 3,
     "add_context_length": 256,
@@ -76,6 +86,9 @@ OF_LFM2_MOE = {
     "add_expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID,
     "add_expert_weights_scale": 2.5,
 }
+# Converters multiply the tensors of Falcon-H1 by its factors.
+NEUTRAL = {name: 1.0 for name in hybrids.CONFIGS["falcon_h1"] if name.endswith("_multiplier")}
+NEUTRAL |= {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
 CASES = {  # the case of the floats, changes of its config, the architecture, and the fields of the file
     "granite": ("granite_h", {}, "granitehybrid", OF_GRANITE | {"add_ssm_group_count": 2, "add_expert_count": 0}),
     "granite with experts": (
@@ -97,6 +110,13 @@ CASES = {  # the case of the floats, changes of its config, the architecture, an
         "nemotron_h_moe",
         OF_NEMOTRON_3 | {"add_moe_latent_size": 12},
     ),
+    "falcon": ("falcon_h1_plain", {}, "falcon-h1", OF_FALCON),
+    "falcon with norms": (
+        "falcon_h1",
+        NEUTRAL,
+        "falcon-h1",
+        OF_FALCON | {"add_ssm_inner_size": 48, "add_ssm_group_count": 2},
+    ),
     "lfm2": ("lfm2", {}, "lfm2", OF_LFM2),
     "lfm2 with experts": ("lfm2_moe", {"conv_bias": False}, "lfm2moe", OF_LFM2 | OF_EXPERTS | OF_LFM2_MOE),
 }
@@ -110,7 +130,7 @@ def tensors_of(case):
     return {name: values for name, values in found.items() if ".conv." not in name or not name.endswith(".bias")}
 
 
-def converted(name, values, groups, has_experts):
+def converted(name, values, groups, has_experts, has_halves_between):
     """A tensor of transformers as tensors of the file, by names of transformers that the package maps."""
     if name.endswith(".conv.conv.weight"):
         return {name: values[:, 0]}
@@ -123,7 +143,7 @@ def converted(name, values, groups, has_experts):
         return {f"{name}.bias": values}
     layer, _, part = name.rpartition(".mamba." if ".mamba." in name else ".mixer.")
     heads = {"q_proj.weight": 4, "k_proj.weight": 2}.get(name.rpartition("_attn.")[2].rpartition("mixer.")[2])
-    if heads and groups:  # the halves of each head lie between each other
+    if heads and has_halves_between:
         return {name: values.reshape(heads, 2, -1, 32).swapaxes(1, 2).reshape(values.shape)}
     if part == "A_log":
         return {name: -np.exp(values)[:, None]}
@@ -157,9 +177,10 @@ def write_gguf(path, case, fields=(), kind=None, extra=()):
     names = gguf.get_tensor_name_map(key, 6)
     for name, value in known.items():
         getattr(writer, name)(value)
-    has_experts = bool(own.get("add_expert_count"))
+    given = own.get("add_ssm_group_count", 0), bool(own.get("add_expert_count"))
+    given += (architecture.startswith(("granite", "nemotron")),)
     for name, values in tensors_of(of_floats).items():
-        for of_name, part in converted(name, values, own.get("add_ssm_group_count", 0), has_experts).items():
+        for of_name, part in converted(name, values, *given).items():
             both = (of_name.replace("model.", start, 1) for start in ("model.", "backbone."))
             found = [names.get_name(one, try_suffixes=(".weight", ".bias")) for one in both]
             of_file = found[0] or found[1]

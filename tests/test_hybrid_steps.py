@@ -25,14 +25,15 @@ from specjax.proposers import trunk
 from specjax.sampling import SamplingParams
 from specjax.types import ModelInput, Verified
 
-MAMBA = Mamba2(num_key_heads=1, num_value_heads=2, key_size=4, value_size=4)
-NET = DeltaNet(num_key_heads=1, num_value_heads=2, key_size=4, value_size=4)
+SIZES = {"num_key_heads": 1, "num_value_heads": 2, "key_size": 4, "value_size": 4}
+NET, MAMBA = LayerConfig(DeltaNet(**SIZES)), LayerConfig(Mamba2(**SIZES))
+BESIDE = LayerConfig(Attention(), beside=MAMBA.mixer, beside_factor=0.5)
 ATTENTION = LayerConfig(Attention(has_head_norms=True, has_gate=True))
-CONFIG = DecoderConfig(29, 16, 2, 2, 1, 8, 16, 4096, layers=(LayerConfig(NET), ATTENTION))
+CONFIG = DecoderConfig(29, 16, 2, 2, 1, 8, 16, 4096, layers=(NET, ATTENTION))
 
 
 def hybrid(vocab_size, net=NET):
-    config = replace(CONFIG, vocab_size=vocab_size, layers=(LayerConfig(net), ATTENTION))
+    config = replace(CONFIG, vocab_size=vocab_size, layers=(net, ATTENTION))
     params = jax.tree.map(lambda x: 12 * x if x.ndim > 1 else x, init_params(config, 0))
     return decoder_model(config, params)
 
@@ -91,17 +92,17 @@ def assert_exact(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("net", [NET, MAMBA], ids=["delta_net", "mamba"])
+@pytest.mark.parametrize("net", [NET, MAMBA, BESIDE], ids=["delta_net", "mamba", "beside"])
 def test_the_distribution_is_exact(net):
     assert_exact(hybrid(3, net))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("net, number", [(NET, 1), (MAMBA, 2)], ids=["delta_net", "mamba"])
+@pytest.mark.parametrize("net, number", [(NET, 1), (MAMBA, 2), (BESIDE, 2)], ids=["delta_net", "mamba", "beside"])
 def test_an_engine_gives_the_tokens_of_plain_decoding(net, number):
     """With n-grams and a module for multi-token prediction, shared states, and jobs that lose their slots.
 
-    In the second case two devices share the target.
+    In all cases but the first two devices share the target.
     """
     target = hybrid(29, net)
     head = proposers.MTPHead(replace(CONFIG, num_layers=1, layers=(ATTENTION,)), is_token_first=True)

@@ -117,7 +117,7 @@ def test_fields_that_are_refused(tmp_path):
 def test_fields_of_mamba_that_are_refused(tmp_path):
     directory = write(tmp_path / "model", "granite_h")
     for fields, message in (
-        ({"mamba_n_heads": 3}, "mamba_n_heads in .* must divide mamba_expand hidden_size = 64 and be a multiple of"),
+        ({"mamba_n_heads": 3}, "mamba_n_heads in .* must divide the width of Mamba-2 = 64 and be a multiple of"),
         ({"mamba_d_head": 8}, "mamba_d_head in .* must be"),
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\], .* got \[0.0, 0.1\]"),
         ({"layer_types": ["mamba"] * 3}, "layer_types in .* must be 3 times 'mamba' or 'attention'"),
@@ -148,6 +148,85 @@ def test_fields_of_nemotron_that_are_refused(tmp_path):
         ({"moe_latent_size": 12}, "fc1_latent_proj.weight"),
     ):
         (directory / "config.json").write_text(json.dumps(CONFIGS["nemotron_h_moe"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
+@pytest.mark.parametrize("ends", [(16, 32), (27, 54)], ids=["released", "written again"])
+def test_olmo_hybrid_as_it_is_released(ends, tmp_path):
+    """Three convolutions, whose channels transformers writes in thirds, and other names of norms."""
+    directory = write(tmp_path / "model", "olmo_hybrid")
+    model, tensors = load(directory), {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        if name.endswith("conv1d.weight"):
+            parts = zip("qkv", np.split(values, ends), strict=True)
+            tensors |= {name.replace("conv1d", f"{one}_conv1d"): part.copy() for one, part in parts}
+            continue
+        name = name.replace("input_layernorm", "attention_layer_norm")
+        if ends[0] != 16 or "layers.1." not in name:  # the releases have this name in layers that do not attend
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = values
+    save_file(tensors, directory / "model.safetensors")
+    for one, other in zip(*(jax.tree.leaves(each.params) for each in (load(directory), model)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    save_file(
+        tensors | {"model.layers.0.linear_attn.q_conv1d.weight": np.ones((9, 1, 4), np.float32)},
+        directory / "model.safetensors",
+    )
+    with pytest.raises(ValueError, match=r"v_conv1d.weight in .* must have 80 channels, got"):
+        load(directory)
+
+
+def test_fields_of_olmo_hybrid_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "olmo_hybrid")
+    for fields, message in (
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types in .* must be 3 times"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads in .* must be a multiple of linear_num_key_heads = 2"),
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling in .* must be absent or say what"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor in .* must be 1.0"),
+        ({"sliding_window": 4}, "sliding_window in .* must be absent"),
+        ({"linear_conv_kernel_dim": 3}, "conv1d.weight in .* must have shape"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["olmo_hybrid"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+    turned = load(write(tmp_path / "turned", "olmo_hybrid", CONFIGS["olmo_hybrid"] | {"rope_parameters": None}))
+    assert turned.apply.config.rotary_size is None  # a base that is absent is 10000, as in transformers
+
+
+def test_fields_of_bamba_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "bamba")
+    for fields, message in (
+        ({"attn_layer_indices": [3]}, r"attn_layer_indices in .* must be integers, .* in \[0, 2\], got \[3\]"),
+        ({"attn_layer_indices": [[1]]}, r"attn_layer_indices in .* must be integers, .* got \[\[1\]\]"),
+        ({"attn_layer_indices": None}, "attn_layer_indices"),
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\]"),
+        ({"mamba_expand": 3}, "mamba.in_proj.weight in .* must have shape"),
+        ({"rope_scaling": {"type": "ntk"}}, "rope_scaling.type in .* must be"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["bamba"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIGS["bamba"] | {"partial_rotary_factor": 0.25}))
+    assert load(directory).apply.config.rotary_size == 8  # as transformers takes that field
+
+
+def test_fields_of_falcon_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "falcon_h1")
+    for fields, message in (
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias in .* must be False where attention_in_multiplier is not 1, got"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias in .* must be False where ssm_in_multiplier is not 1, got True"),
+        ({"ssm_multipliers": [1.0] * 4}, r"ssm_multipliers in .* must be 5 positive numbers, got \[1.0, 1.0"),
+        ({"mlp_multipliers": [1.0, "1"]}, "mlp_multipliers in .* must be 2 positive numbers"),
+        ({"key_multiplier": -1.0}, "key_multiplier in .* must be positive"),
+        ({"mamba_d_ssm": 50}, "mamba_n_heads in .* must divide the width of Mamba-2 = 50"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit in .* must be \[0.0, inf\]"),
+        ({"mamba_rms_norm": False}, "mamba.norm.weight in .* does not belong to"),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["falcon_h1"] | fields))
         with pytest.raises(ValueError, match=message):
             load(directory)
 
@@ -327,6 +406,14 @@ def run_steps(model, number):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["olmo_hybrid", "olmo_hybrid_turned"])
+def test_other_delta_nets_keep_the_state_of_plain_decoding(case, tmp_path):
+    model = load(write(tmp_path / "model", case))
+    testing.assert_model(model)
+    run_steps(model, 60)
+
+
+@pytest.mark.slow
 def test_mamba_keeps_the_state_of_plain_decoding(granite):
     testing.assert_model(granite)
     run_steps(granite, 60)
@@ -335,6 +422,14 @@ def test_mamba_keeps_the_state_of_plain_decoding(granite):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["lfm2", "lfm2_moe", "lfm3"])
 def test_convolutions_keep_the_inputs_of_plain_decoding(case, tmp_path):
+    model = load(write(tmp_path / "model", case))
+    testing.assert_model(model)
+    run_steps(model, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bamba", "falcon_h1", "falcon_h1_plain"])
+def test_other_mamba_keeps_the_state_of_plain_decoding(case, tmp_path):
     model = load(write(tmp_path / "model", case))
     testing.assert_model(model)
     run_steps(model, 60)
@@ -412,6 +507,10 @@ def mesh_of(number):
         ("nemotron_h", 2),
         pytest.param("nemotron_h_latents", 2, marks=pytest.mark.slow),
         ("nemotron_h_latents", 4),
+        pytest.param("bamba", 2, marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", 2, marks=pytest.mark.slow),
+        ("falcon_h1", 2),
+        pytest.param("falcon_h1_gated_last", 4, marks=pytest.mark.slow),
         pytest.param("lfm2", 4, marks=pytest.mark.slow),
         ("lfm2_moe", 2),
         pytest.param("lfm3", 2, marks=pytest.mark.slow),
@@ -490,7 +589,9 @@ def assert_steps(model, memory, start, expected):
         start += count
 
 
-@pytest.mark.parametrize("case", ["granite_h", "nemotron_h_latents", "lfm2", "lfm3"])
+@pytest.mark.parametrize(
+    "case", ["granite_h", "nemotron_h_latents", "bamba", "falcon_h1", "olmo_hybrid", "lfm2", "lfm3"]
+)
 def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
     model = load(write(tmp_path / "model", case))
@@ -513,13 +614,15 @@ def test_matrices_and_caches_of_few_bits(hybrid):
 
 
 @pytest.mark.slow
-def test_rates_stay_floats(tmp_path, hybrid):
+@pytest.mark.parametrize("case", ["qwen3_5_text", "olmo_hybrid"])
+def test_rates_stay_floats(case, tmp_path):
     """When others are rounded: by loading, and in the files that are written."""
-    directory = write(tmp_path / "floats", "qwen3_5_text", SMALL)
+    directory = write(tmp_path / "floats", case)
+    floats = load(directory).params["layers"][0]["delta_rates"]
     write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
     for model in (load(directory, quantization="int8"), load(tmp_path / "codes")):
         layer = model.params["layers"][0]
-        np.testing.assert_array_equal(layer["delta_rates"], hybrid.params["layers"][0]["delta_rates"])
+        np.testing.assert_array_equal(layer["delta_rates"], floats)
         assert all(isinstance(layer[name], Quantized) for name in ("delta_in", "delta_out"))
 
 
@@ -529,6 +632,16 @@ def test_codes_of_granite(tmp_path):
     write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
     layer = load(tmp_path / "codes").params["layers"][0]
     assert all(isinstance(layer[name], Quantized) for name in ("mamba_in", "mamba_out", "gate_up"))
+
+
+def test_codes_of_falcon(tmp_path):
+    """The matrices of both mixers of a layer."""
+    directory = write(tmp_path / "floats", "falcon_h1")
+    write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
+    for model in (load(tmp_path / "codes"), load(directory, quantization="int4")):
+        layer = model.params["layers"][0]
+        names = {"qkv", "attention_out", "mamba_in", "mamba_out", "gate_up", "mlp_out"}
+        assert {name for name, leaf in layer.items() if isinstance(leaf, Quantized)} == names
 
 
 def test_codes_of_stacks_of_granite_are_refused(tmp_path):

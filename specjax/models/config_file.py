@@ -166,6 +166,13 @@ class ConfigFile:
             raise ValueError(f"{self.where(name)} must be positive and finite, got {value}")
         return None if value is None else float(value)
 
+    def numbers(self, name: str, number: int, default: Any = _REQUIRED) -> tuple[float, ...]:
+        """Return a field that must be a list of `number` positive, finite numbers, as floats; or its default."""
+        values = self.get(name, list, default)
+        if len(values) != number or not all(type(x) in (int, float) and 0 < x < MAX_NUMBER for x in values):
+            raise ValueError(f"{self.where(name)} must be {number} positive numbers, got {values!r}")
+        return tuple(map(float, values))
+
     def replaced(self, **fields: Any) -> "ConfigFile":
         """Return these fields with other values of some, which count as not read."""
         other = ConfigFile(self.path, self.fields | fields, self._prefix)

@@ -92,8 +92,8 @@ class DecoderConfig:
 
     @property
     def recurrent(self) -> tuple[tuple[int, RowMixer], ...]:
-        """The layers that are recurrent, each by its index, with their mixers."""
-        mixers = enumerate(layer.mixer for layer in self.each_layer)
+        """The layers that are recurrent, beside attention or in its place, each by its index, with their mixers."""
+        mixers = enumerate(layer.mixer if layer.beside is None else layer.beside for layer in self.each_layer)
         return tuple((i, mixer) for i, mixer in mixers if isinstance(mixer, RowMixer))
 
     @property
@@ -273,7 +273,7 @@ def _rotations(
 
 
 def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: list | Memory | None) -> list[Any]:
-    """Return the memory of each layer in a call; None of a layer that borrows another one's."""
+    """Return the memory of each layer in a call, as `run_layer` takes it; None of a layer that borrows one."""
     recurs, owners = dict(config.recurrent), config.owners
     pools = cache.pools if isinstance(cache, Memory) else cache
     attends = [i for i, one in enumerate(config.attends) if one and owners[i] == i]
@@ -283,7 +283,8 @@ def _memories(config: DecoderConfig, params: PyTree, inputs: ModelInput, cache: 
     found: dict[int, Any] = dict(zip(attends, memories(inputs, own, windows, scales=scales), strict=True))
     if recurs:
         assert cache is None or isinstance(cache, Memory), "such a model has init_rows"
-        found |= recurrent.memories(inputs, cache, tuple(recurs))
+        rows = recurrent.memories(inputs, cache, tuple(recurs))
+        found |= {i: (found[i], own) if i in found else own for i, own in rows.items()}
     lenders = {owner for i, owner in enumerate(owners) if owner != i}
     found |= {i: Lender(found[i]) for i in lenders}
     return [found.get(i) for i in range(config.num_layers)]
@@ -293,9 +294,11 @@ def _kept(config: DecoderConfig, inputs: ModelInput, cache: list | Memory | None
     """Return the cache after a call, given the records of all layers."""
     if not isinstance(cache, Memory):
         return None if cache is None else new
-    recurs = dict(config.recurrent)
-    pools = [{} if i in recurs else one for i, one in enumerate(new)]
-    return recurrent.after_call(inputs, cache, pools, [new[i] for i in recurs])
+    pools, rows = list(new), []
+    for i, _ in config.recurrent:
+        pools[i], own = new[i] if config.attends[i] else ({}, new[i])
+        rows.append(own)
+    return recurrent.after_call(inputs, cache, pools, rows)
 
 
 DECODER = network.Network(_init, _apply)

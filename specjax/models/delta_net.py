@@ -1,4 +1,4 @@
-"""Gated delta nets, the recurrent layers of Qwen's hybrids: a mixer of the one layer."""
+"""Gated delta nets, the recurrent layers of the hybrids of Qwen and OLMo: a mixer of the one layer."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,8 @@ class DeltaNet(Recurrent):
     """A gated delta net of some value heads, of which consecutive ones share a key head, with a short convolution."""
 
     by_heads: bool = False  # whether the projections' outputs lie together for each key head, as Qwen3-Next has them
+    beta_factor: float = 1.0  # on the sigmoid that beta is; up to 2, the state along a key then may change its sign
+    norm_eps: float | None = None  # epsilon of the norm of heads; None is the config's
 
     def shapes(self, config: "DecoderConfig", inputs: int) -> Shapes:
         """Return the shapes of the parameters by name."""
@@ -50,9 +52,11 @@ class DeltaNet(Recurrent):
         if memory.is_step:
             attended, kept = self.step(params, memory, wide, rates)
         else:
-            rates = _rates(rates, params["delta_decay"], params["delta_decay_bias"])
+            rates = self._rates(rates, params["delta_decay"], params["delta_decay_bias"])
             attended, kept = self.prompt((params["delta_conv"], None), memory, wide[..., : self.channels], rates)
-        normed = rms_norm(attended, (params["delta_scale"], config.norm_eps))
+        normed = rms_norm(
+            attended, (params["delta_scale"], config.norm_eps if self.norm_eps is None else self.norm_eps)
+        )
         gated = (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(call.residual.dtype)
         return join(config, params, "delta_out", gated.reshape(num_rows, num_tokens, -1), call), kept
 
@@ -79,7 +83,8 @@ class DeltaNet(Recurrent):
     @property
     def heads(self) -> kernels.Heads:
         """The sizes of the layer, as the kernels take them."""
-        return kernels.Heads(self.num_key_heads, self.num_value_heads, self.key_size, self.value_size)
+        sizes = self.num_key_heads, self.num_value_heads, self.key_size, self.value_size
+        return kernels.Heads(*sizes, self.beta_factor)
 
     def step(
         self, params: Params, memory: RowMemory, inputs: Array, rates: Array, *, implementation: str | None = None
@@ -102,7 +107,7 @@ class DeltaNet(Recurrent):
         """
 
         def by_xla(memory: RowMemory, new: kernels.Tokens) -> tuple[Array, dict[str, Array]]:
-            rates, inputs = _rates(new.rates, new.decay, new.bias), new.inputs[..., : self.channels]
+            rates, inputs = self._rates(new.rates, new.decay, new.bias), new.inputs[..., : self.channels]
             return self.step_by_xla((new.weight, None), memory, inputs, rates)
 
         def by_kernel(memory: RowMemory, new: kernels.Tokens, *, interpret: bool) -> tuple[Array, dict[str, Array]]:
@@ -136,12 +141,11 @@ class DeltaNet(Recurrent):
         # The kernels of chunks multiply in TF32, which has fewer digits than inputs of float32.
         return delta_rule(state, *tokens, implementation="xla" if dtype == jnp.float32 else None)
 
-
-def _rates(rates: Array, decay: Array, bias: Array) -> Array:
-    """Return beta and g [R, T, 2, heads] float32."""
-    first, second = (rates[:, :, i].astype(jnp.float32) for i in range(2))
-    decay, bias = (x.astype(jnp.float32)[None, None] for x in (decay, bias))
-    return jnp.stack(kernels.rates_of(first, second, decay, bias), axis=2)
+    def _rates(self, rates: Array, decay: Array, bias: Array) -> Array:
+        """Return beta and g [R, T, 2, heads] float32."""
+        first, second = (rates[:, :, i].astype(jnp.float32) for i in range(2))
+        decay, bias = (x.astype(jnp.float32)[None, None] for x in (decay, bias))
+        return jnp.stack(kernels.rates_of(first, second, decay, bias, self.beta_factor), axis=2)
 
 
 def _unit(x: Array) -> Array:

@@ -268,6 +268,7 @@ class GatedMLP:
     activation: str = "silu"  # of the gate, one of ACTIVATIONS
     has_bias: bool = False  # whether the three projections have biases
     size: int | None = None  # width; None is the config's
+    gate_factor: float = 1.0  # factor on the gate before the activation
 
     def width(self, config: "DecoderConfig") -> int:
         """Return the number of outputs of the gate."""
@@ -285,12 +286,25 @@ class GatedMLP:
     def __call__(self, config: "DecoderConfig", params: Params, call: Sublayer) -> Array:
         """Return the residual stream after the MLP [B, T, h]."""
         activation = ACTIVATIONS[self.activation]
+        if self.gate_factor != 1:
+            activation = _Scaled(activation, self.gate_factor)
         gate_up = partial(product, config, params, "gate_up", call.x, norm=call.norm)
         # `linear` adds its residual after the activation, a bias comes before it. Its kernels have no error function.
         if self.has_bias or self.activation == "gelu":
             gate, up = jnp.split(gate_up(), 2, axis=-1)
             return join(config, params, "mlp_out", activation(gate) * up, call)
         return join(config, params, "mlp_out", gate_up(activation=activation), call)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """An activation of a multiple of its input; equal ones are one activation to `jax.jit`."""
+
+    activation: Callable[[Array], Array]
+    factor: float
+
+    def __call__(self, x: Array) -> Array:
+        return self.activation(times(x, self.factor))
 
 
 @dataclass(frozen=True)
@@ -340,12 +354,15 @@ class LayerConfig:
     ffn: "GatedMLP | MLP | Experts | BesideMLP | None" = GatedMLP()  # None for a layer without one
     has_norms: bool = True  # whether the inputs of mixer and ffn pass through a norm
     has_post_norms: bool = False  # whether the outputs of mixer and ffn pass through a norm
-    residual_factor: float = 1.0  # factor on the outputs of mixer and ffn, after their norms
+    mixer_factor: float = 1.0  # factor on the output of the mixer, after its norm
+    ffn_factor: float = 1.0  # factor on the output of the ffn, after its norm
     has_scale: bool = False  # whether the residual stream after the layer is multiplied by a number
     around: Around | None = None  # changes the input and the output of both; None for no change
     input: "LayerInput | None" = None  # a third sublayer, of the numbers that tokens give to layers; None for none
     is_parallel: bool = False  # whether the ffn reads the input of the mixer
     shares_norm: bool = True  # whether the ffn of a parallel layer reads it after the norm of the mixer
+    beside: Any = None  # a second mixer, which reads the input of the first after its norm; None for none
+    beside_factor: float = 1.0  # factor on the output of that mixer, which has no norm
 
     @property
     def has_one_norm(self) -> bool:
@@ -364,6 +381,8 @@ class LayerConfig:
         if self.mixer is not None:
             shapes |= self.mixer.shapes(config, hidden if inputs is None else inputs)
             parts.append("attention")
+        if self.beside is not None:
+            shapes |= self.beside.shapes(config, hidden if inputs is None else inputs)
         if self.ffn is not None:
             shapes |= self.ffn.shapes(config)
             parts.append("mlp")
@@ -387,7 +406,7 @@ def run_layer(
     params: Params,
     x: Array,
     turns: Rotation | None,
-    memory: KeyValues,
+    memory: Any,
     residual: Array | None = None,
     query_factor: Array | None = None,
     given: Array | None = None,
@@ -401,7 +420,8 @@ def run_layer(
         params: of the shapes of `LayerConfig.shapes`; without `attention_norm` the mixer reads `x` as it is.
         x: [B, T, ...], which the mixer reads.
         turns: the rotation of queries and keys; None for a layer that does not see positions.
-        memory: the keys and values that the mixer attends to.
+        memory: the keys and values that the mixer attends to, or the rows that it keeps; with a mixer beside it, the
+            memories of both.
         residual: [B, T, h], the residual stream; None: it is `x`.
         query_factor: [B, T] float32, which multiplies the queries; None for none.
         given: [B, T, size], the numbers of the tokens for this layer; None for a layer without `input`.
@@ -411,10 +431,15 @@ def run_layer(
     Returns:
         The residual stream after the layer [B, T, h], or the part of it, and the layer's cache afterwards.
     """
-    stream, kept = x if residual is None else residual, {}
+    stream, kept, rows = x if residual is None else residual, {}, None
+    if layer.beside is not None:
+        memory, rows = memory
+        call = _enter(config, layer, params, "beside", x, stream)
+        stream, rows = layer.beside(config, params, call, turns, rows)
     if layer.mixer is not None:
         call = _enter(config, layer, params, "attention", x, stream)
         stream, kept = layer.mixer(config, params, replace(call, query_factor=query_factor), turns, memory)
+    kept = kept if layer.beside is None else (kept, rows)
     stream = stream if pick is None else pick(stream)
     if layer.ffn is not None:
         read = stream
@@ -430,8 +455,8 @@ def run_layer(
 def _enter(
     config: "DecoderConfig", layer: LayerConfig, params: Params, name: str, x: Array, residual: Array
 ) -> Sublayer:
-    """Return the input of the sublayer "attention" or "mlp"."""
-    of_norm = "attention" if layer.has_one_norm else name
+    """Return the input of the sublayer "attention", "beside" or "mlp"."""
+    of_norm = "mlp" if name == "mlp" and not layer.has_one_norm else "attention"
     norm = _norm(config, params, of_norm) if f"{of_norm}_norm" in params else None
     x, norm = without_centred(x, norm)
     if layer.around is not None:
@@ -441,11 +466,12 @@ def _enter(
 
 
 def _finish(config: "DecoderConfig", layer: LayerConfig, params: Params, name: str) -> Callable[[Array], Array] | None:
-    """Return the function of the output of the sublayer "attention" or "mlp" before the sum; None for none."""
-    post = _norm(config, params, f"{name}_post") if layer.has_post_norms else None
-    if layer.residual_factor == 1:
+    """Return the function of a sublayer's output before the sum, named as `_enter` takes it; None for none."""
+    post = _norm(config, params, f"{name}_post") if f"{name}_post_norm" in params else None
+    factor = {"attention": layer.mixer_factor, "beside": layer.beside_factor, "mlp": layer.ffn_factor}[name]
+    if factor == 1:
         return None if post is None else partial(rms_norm, norm=post)
-    return lambda y: times(y if post is None else rms_norm(y, post), layer.residual_factor)
+    return lambda y: times(y if post is None else rms_norm(y, post), factor)
 
 
 def times(x: Array, factor: Array | float) -> Array:

@@ -1,4 +1,4 @@
-"""Mamba-2, the recurrent layers of Granite 4 H: a mixer of the one layer.
+"""Mamba-2, the recurrent layers of Granite 4 H, Nemotron-H and Falcon-H1: a mixer of the one layer.
 
 Token t changes the state S to exp(g) S + B (dt x)^T, where g = -exp(a) dt, and its output is S^T C + D x. So B is the
 key of `recurrent.Recurrent`, C the query and x the value. Source: Dao and Gu, https://arxiv.org/abs/2405.21060.
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product
+from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product, times
 from specjax.models.recurrent import Recurrent, RowMemory, decay_factors
 from specjax.models.rope import Rotation
 from specjax.parallel.links import sum_over
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 class Mamba2(Recurrent):
     """A layer of Mamba-2; its groups are the key heads, its heads the value heads, and its state size the key size."""
 
-    has_bias: bool = False  # whether the projections have biases
+    has_bias: bool = False  # whether the first projection has a bias
+    has_out_bias: bool = False  # whether the last projection has one
     has_conv_bias: bool = True  # whether the convolution has one
+    has_norm: bool = True  # whether the heads of each group pass through a norm
+    is_gated_first: bool = True  # whether the gate multiplies the heads before that norm, and not after it
+    factors: tuple[float, ...] | None = None  # on the gate, on x, B and C, and on dt before its bias; None for none
     num_sharing: int = 1  # devices that share a group, each with some of its heads
 
     @property
@@ -42,11 +47,14 @@ class Mamba2(Recurrent):
             "mamba_decay": (heads,),
             "mamba_step_bias": (heads,),
             "mamba_skip": (heads,),
-            "mamba_scale": (self.width,),
             "mamba_out": matrix_shape(config, self.width, config.hidden_size),
         }
+        if self.has_norm:
+            shapes["mamba_scale"] = (self.width,)
         if self.has_bias:
-            shapes |= {"mamba_in_bias": (outputs,), "mamba_out_bias": (config.hidden_size,)}
+            shapes["mamba_in_bias"] = (outputs,)
+        if self.has_out_bias:
+            shapes["mamba_out_bias"] = (config.hidden_size,)
         return shapes | ({"mamba_conv_bias": (self.channels,)} if self.has_conv_bias else {})
 
     def __call__(
@@ -54,6 +62,10 @@ class Mamba2(Recurrent):
     ) -> tuple[Array, dict[str, Array] | None]:
         """Return the residual stream after the mixer [R, T, h], and the layer's rows afterwards."""
         mixed = product(config, params, "mamba_in", call.x, norm=call.norm)
+        if self.factors is not None:
+            keys = self.num_key_heads * self.key_size
+            sizes = self.width, self.width, keys, keys, self.num_value_heads
+            mixed = times(mixed, jnp.asarray(np.repeat(np.array(self.factors, np.float32), sizes))[None, None])
         gate, inputs, raw = jnp.split(mixed, [self.width, self.width + self.channels], axis=-1)
         decay, bias, skip = (
             params[name].astype(jnp.float32)[None, None] for name in ("mamba_decay", "mamba_step_bias", "mamba_skip")
@@ -63,11 +75,20 @@ class Mamba2(Recurrent):
         convolution = params["mamba_conv"], params.get("mamba_conv_bias")
         run = self.step_by_xla if memory.is_step else self.prompt
         output, kept = run(convolution, memory, inputs, rates)
-        y = output.reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))
+        y, factors = output.reshape(gate.shape), jax.nn.silu(gate.astype(jnp.float32))
+        if self.is_gated_first:
+            y = self._normed(config, params, y * factors)
+        else:
+            y = self._normed(config, params, y) * factors
+        return join(config, params, "mamba_out", y.astype(call.residual.dtype), call), kept
+
+    def _normed(self, config: "DecoderConfig", params: Params, y: Array) -> Array:
+        """Return the heads [R, T, H D] after the norm of each group, if they have one."""
+        if not self.has_norm:
+            return y
         groups = y.reshape(*y.shape[:2], self.num_key_heads, -1)
         groups *= jax.lax.rsqrt(self._mean_squares(config, params, groups) + config.norm_eps)
-        scaled = groups.reshape(gate.shape) * params["mamba_scale"].astype(jnp.float32)[None, None]
-        return join(config, params, "mamba_out", scaled.astype(call.residual.dtype), call), kept
+        return groups.reshape(y.shape) * params["mamba_scale"].astype(jnp.float32)[None, None]
 
     def _mean_squares(self, config: "DecoderConfig", params: Params, groups: Array) -> Array:
         """Return the mean squares [R, T, groups, 1] of whole groups, given this device's numbers [R, T, groups, n].

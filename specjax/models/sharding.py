@@ -2,7 +2,7 @@
 
 Each device has some heads of attention and some columns of the MLP; the products that follow are sums over devices. The
 embedding and the head are split by tokens. Norms, biases of sums and the residual stream are whole on every device. A
-layer of Mamba-2 with fewer groups than devices takes one more sum, for the norms of its groups.
+recurrent mixer beside attention takes one more sum, and so do the norms of Mamba-2 with fewer groups than devices.
 """
 
 from collections.abc import Sequence
@@ -157,7 +157,8 @@ def _part_of_layer(layer: LayerConfig, number: int) -> LayerConfig:
             raise ValueError(f"size of an MLP must be a multiple of the {number} devices that share it, got {mlp.size}")
         own = replace(mlp, size=mlp.size // number)
         ffn = replace(ffn, mlp=own) if isinstance(ffn, BesideMLP) else own
-    return replace(layer, mixer=_part_of_mixer(layer.mixer, number), ffn=ffn)
+    mixer, beside = (_part_of_mixer(one, number) for one in (layer.mixer, layer.beside))
+    return replace(layer, mixer=mixer, ffn=ffn, beside=beside)
 
 
 def _part_of_mixer(mixer: Any, number: int) -> Any:
@@ -205,12 +206,15 @@ def _with_copies(whole: Config, part: Config, number: int) -> Config:
     if not isinstance(whole, DecoderConfig) or not isinstance(part, DecoderConfig):
         return whole
 
-    def layer(own: LayerConfig, of_device: LayerConfig) -> LayerConfig:
-        name = "num_key_heads" if isinstance(own.mixer, Recurrent) else "num_kv_heads"
-        heads = getattr(of_device.mixer, name, None)
-        return own if heads is None else replace(own, mixer=replace(own.mixer, **{name: heads * number}))
+    def mixer(own: Any, of_device: Any) -> Any:
+        name = "num_key_heads" if isinstance(own, Recurrent) else "num_kv_heads"
+        heads = getattr(of_device, name, None)
+        return own if heads is None else replace(own, **{name: heads * number})
 
-    layers = tuple(map(layer, whole.layers, part.layers))
+    layers = tuple(
+        replace(own, mixer=mixer(own.mixer, other.mixer), beside=mixer(own.beside, other.beside))
+        for own, other in zip(whole.layers, part.layers, strict=True)
+    )
     return replace(whole, num_kv_heads=part.num_kv_heads * number, layers=layers)
 
 

@@ -271,6 +271,18 @@ class Tensors:
 
         return self._array(Stored((size,), self._dtype, fill), ())
 
+    def taps(self, names: Sequence[str], channels: int, size: int) -> Array:
+        """Read the weights [channels, 1, size] of a short convolution, of which each tensor has some channels.
+
+        transformers writes as many channels to each, whatever they are, so that the sizes say nothing.
+        """
+        numbers = [next(iter(self.shape(name)), 0) for name in names]
+        if sum(numbers) != channels:
+            raise ValueError(
+                f"tensors {', '.join(names)} in {self._directory} must have {channels} channels, got {sum(numbers)}"
+            )
+        return self._read({name: (number, 1, size) for name, number in zip(names, numbers, strict=True)})
+
     def row(self, name: str, size: int) -> Array:
         """Read a table of one row [1, size] as a vector."""
         self._check(name, (1, size))

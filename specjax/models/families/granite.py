@@ -65,8 +65,8 @@ def build_hybrid(config: ConfigFile, tensors: Tensors) -> Model:
         )
     mixers: list[Attention | Mamba2] = [_attention(config)]
     if set(kinds) & RECURS:
-        mamba, attention = _mamba(config), mixers[0]
-        mixers = [mamba if kind in RECURS else attention for kind in kinds]
+        recurrent, attention = mamba(config), mixers[0]
+        mixers = [recurrent if kind in RECURS else attention for kind in kinds]
     if config.choice("position_embedding_type", ("rope", "nope"), default="nope") == "nope":
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
         options["rope"] = NO_ROPE
@@ -114,25 +114,27 @@ def _experts(config: ConfigFile, shared_size: int) -> tuple[Experts, dict[str, A
     return Experts(router, shared=Shared() if shared_size else None), {**sizes, "mixture": _MixtureNames()}
 
 
-def _mamba(config: ConfigFile) -> Mamba2:
-    """Return the mixer of the recurrent layers."""
+def mamba(config: ConfigFile, width: int | None = None) -> Mamba2:
+    """Return the mixer of the recurrent layers, given the numbers of all heads; None is as mamba_expand says."""
     heads, groups = config.size("mamba_n_heads", 128), config.size("mamba_n_groups", 1)
-    width = config.size("mamba_expand", 2) * config.size("hidden_size")
+    width = config.size("mamba_expand", 2) * config.size("hidden_size") if width is None else width
     if width % heads or heads % groups:
         raise ValueError(
-            f"{config.where('mamba_n_heads')} must divide mamba_expand hidden_size = {width} and be a multiple of "
+            f"{config.where('mamba_n_heads')} must divide the width of Mamba-2 = {width} and be a multiple of "
             f"mamba_n_groups = {groups}, got {heads}"
         )
     if config.fields.get("mamba_d_head", "auto") != "auto":
         config.only("mamba_d_head", width // heads)
     check_steps(config)
+    has_bias = config.get("mamba_proj_bias", bool, False)
     return Mamba2(
         num_key_heads=groups,
         num_value_heads=heads,
         key_size=config.size("mamba_d_state", 256),
         value_size=width // heads,
         conv_size=config.size("mamba_d_conv", 4),
-        has_bias=config.get("mamba_proj_bias", bool, False),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
         has_conv_bias=config.get("mamba_conv_bias", bool, True),
     )
 
@@ -183,7 +185,7 @@ def _decoder(
     return llama.decoder(
         config,
         tensors,
-        tuple(LayerConfig(mixer, ffn, residual_factor=factor) for mixer in mixers),
+        tuple(LayerConfig(mixer, ffn, mixer_factor=factor, ffn_factor=factor) for mixer in mixers),
         embedding_factor=config.number("embedding_multiplier", 1.0),
         logit_divisor=config.number("logits_scaling", 1.0),
         **options,

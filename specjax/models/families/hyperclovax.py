@@ -13,11 +13,13 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     """Build the model of a HyperCLOVA X checkpoint."""
     config.only("hidden_act", "silu")
     bias, has_post_norms = config.get("attention_bias", bool, False), config.get("use_post_norm", bool, True)
+    factor = config.number("residual_multiplier", 1.0)
     layer = LayerConfig(
         Attention(has_bias=bias, has_out_bias=bias, scale=config.number("attention_multiplier", None)),
         GatedMLP(has_bias=config.get("mlp_bias", bool, False)),
         has_post_norms=has_post_norms,
-        residual_factor=config.number("residual_multiplier", 1.0),
+        mixer_factor=factor,
+        ffn_factor=factor,
     )
     return llama.decoder(
         config,

@@ -59,7 +59,19 @@ class AttentionNames:
     whole: str = "qkv_proj"
 
 
+@dataclass(frozen=True)
+class DeltaNames:
+    """How the files of a family name the tensors of a gated delta net."""
+
+    parts: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")  # of queries, keys and values, and of the gate
+    rates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    convolutions: tuple[str, ...] = ("conv1d",)
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
 OUTER, ATTENTION, NAMES = OuterNames(), AttentionNames(), MLPNames()
+OF_HEADS = DeltaNames(("in_proj_qkvz",), ("in_proj_ba",))
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 ACTIVATIONS = {  # by their names in config.json
     "gelu": "gelu",
@@ -309,6 +321,7 @@ def layer_params(
     mixture: Mixture | None = None,
     attention: AttentionNames = ATTENTION,
     mlp: MLPNames = NAMES,
+    delta: DeltaNames | None = None,
 ) -> dict[str, Array]:
     """Read the parameters of a layer as `LayerConfig.shapes` names them, with projections of one input concatenated.
 
@@ -322,12 +335,14 @@ def layer_params(
         mixture: as `decoder` takes it.
         attention: as `decoder` takes it.
         mlp: as `decoder` takes it.
+        delta: the names of the tensors of a gated delta net; None is as Qwen's hybrids have them.
     """
     hidden, params = config.hidden_size, {}
     for param, norm in norms.items():
         params |= norm_params(config, tensors, param, name, norm)
     if isinstance(layer.mixer, DeltaNet):
-        params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn")
+        names = delta or (OF_HEADS if layer.mixer.by_heads else DeltaNames())
+        params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn", names)
     elif isinstance(layer.mixer, Mamba2):
         params |= mamba_params(config, layer.mixer, tensors, f"{name}.mamba")
     elif isinstance(layer.mixer, LatentAttention):
@@ -335,6 +350,8 @@ def layer_params(
     else:
         block = f"{name}.{attention.block}"
         params |= attention_params(config, layer.mixer, tensors, block, inputs or hidden, attention)
+    if isinstance(layer.beside, Mamba2):
+        params |= mamba_params(config, layer.beside, tensors, f"{name}.mamba")
     if isinstance(layer.ffn, GatedMLP):
         params |= mlp_params(config, layer.ffn, tensors, name, mlp)
     elif isinstance(layer.ffn, MLP):
@@ -416,23 +433,28 @@ def _stored(tensors: Tensors, name: str, parts: dict[str, int], whole: str) -> d
     return {f"{name}.{part}": width for part, width in parts.items()}
 
 
-def _delta_params(config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name: str) -> dict[str, Array]:
+def _delta_params(
+    config: DecoderConfig, mixer: DeltaNet, tensors: Tensors, name: str, names: DeltaNames
+) -> dict[str, Array]:
     """Read the parameters of a gated delta net."""
-    hidden, heads = config.hidden_size, mixer.num_value_heads
+    hidden, heads, key = config.hidden_size, mixer.num_value_heads, mixer.num_key_heads * mixer.key_size
     width, matrices = heads * mixer.value_size, partial(tensors.matrices, transposed=config.transposed)
-    if mixer.by_heads:
-        wide, rates = {"in_proj_qkvz": mixer.channels + width}, {"in_proj_ba": 2 * heads}
-    else:
-        wide = {"in_proj_qkv": mixer.channels, "in_proj_z": width}
-        rates = {"in_proj_b": heads, "in_proj_a": heads}
+    # Sizes by the number of tensors that the files have.
+    sizes = {1: (mixer.channels + width,), 2: (mixer.channels, width), 4: (key, key, width, width)}
+    rates = {1: (2 * heads,), 2: (heads, heads)}
+    convolutions = [f"{name}.{part}.weight" for part in names.convolutions]
+
+    def named(parts: tuple[str, ...], sizes: dict[int, tuple[int, ...]]) -> dict[str, int]:
+        return {f"{name}.{part}.weight": size for part, size in zip(parts, sizes[len(parts)], strict=True)}
+
     return {
-        "delta_in": matrices(hidden, {f"{name}.{part}.weight": size for part, size in wide.items()}),
-        "delta_rates": matrices(hidden, {f"{name}.{part}.weight": size for part, size in rates.items()}),
-        "delta_conv": tensors.table(f"{name}.conv1d.weight", mixer.channels, 1, mixer.conv_size),
+        "delta_in": matrices(hidden, named(names.parts, sizes)),
+        "delta_rates": matrices(hidden, named(names.rates, rates)),
+        "delta_conv": tensors.taps(convolutions, mixer.channels, mixer.conv_size),
         "delta_decay": tensors.vectors({f"{name}.A_log": heads}),
         "delta_decay_bias": tensors.vectors({f"{name}.dt_bias": heads}),
-        "delta_scale": tensors.vectors({f"{name}.norm.weight": mixer.value_size}),
-        "delta_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
+        "delta_scale": tensors.vectors({f"{name}.{names.norm}.weight": mixer.value_size}),
+        "delta_out": matrices(width, {f"{name}.{names.out}.weight": hidden}),
     }
 
 
@@ -446,11 +468,13 @@ def mamba_params(config: DecoderConfig, mixer: Mamba2, tensors: Tensors, name: s
         "mamba_decay": tensors.vectors({f"{name}.A_log": heads}),
         "mamba_step_bias": tensors.vectors({f"{name}.dt_bias": heads}),
         "mamba_skip": tensors.vectors({f"{name}.D": heads}),
-        "mamba_scale": tensors.vectors({f"{name}.norm.weight": width}),
         "mamba_out": matrices(width, {f"{name}.out_proj.weight": hidden}),
     }
+    if mixer.has_norm:
+        params["mamba_scale"] = tensors.vectors({f"{name}.norm.weight": width})
     if mixer.has_bias:
         params["mamba_in_bias"] = tensors.vectors({f"{name}.in_proj.bias": outputs})
+    if mixer.has_out_bias:
         params["mamba_out_bias"] = tensors.vectors({f"{name}.out_proj.bias": hidden})
     if mixer.has_conv_bias:
         params["mamba_conv_bias"] = tensors.vectors({f"{name}.conv1d.bias": mixer.channels})

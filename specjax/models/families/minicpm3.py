@@ -18,11 +18,12 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     layer = deepseek_v3.with_latents(config, ffn, query_rank=768)
     root = config.size("num_hidden_layers", most=llama.MAX_LAYERS) ** 0.5
     depth = config.number("scale_depth", config.unless_null("scale_depth", 1.4))
+    factor = 1.0 if depth is None else depth / root
     base = config.size("dim_model_base", config.unless_null("dim_model_base", 256))
     return llama.decoder(
         config,
         tensors,
-        (layer if depth is None else replace(layer, residual_factor=depth / root),),
+        (replace(layer, mixer_factor=factor, ffn_factor=factor),),
         tie_embeddings=True,
         embedding_factor=tensors.rounded(config.number("scale_emb", 12.0)),
         logit_divisor=1.0 if base is None else hidden / base,

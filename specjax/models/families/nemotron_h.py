@@ -99,13 +99,15 @@ def _mamba(config: ConfigFile) -> Mamba2:
         raise ValueError(f"{config.where('mamba_num_heads')} must be a multiple of n_groups = {groups}, got {heads}")
     config.only("mamba_hidden_act", "silu")
     granite.check_steps(config)
+    has_bias = config.get("use_bias", bool, False)
     return Mamba2(
         num_key_heads=groups,
         num_value_heads=heads,
         key_size=config.size("ssm_state_size", 128),
         value_size=config.size("mamba_head_dim", 64),
         conv_size=config.size("conv_kernel", 4),
-        has_bias=config.get("use_bias", bool, False),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
         has_conv_bias=config.get("use_conv_bias", bool, True),
     )
 

@@ -1,5 +1,6 @@
 """Qwen3-Next, and the parts that Qwen3.5 has, too: gated delta nets in most layers, gated attention in the others."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,31 +43,52 @@ def layers(config: ConfigFile, ffn: GatedMLP | Experts, *, by_heads: bool = Fals
     config.only("hidden_act", "silu")
     config.choice("output_gate_type", ("silu", "swish"), "silu")  # two names of the gate of the norm of a delta net
     attends = attention(config)
-    key_heads = config.size("linear_num_key_heads", 16)
-    value_heads = config.size("linear_num_value_heads", 32)
+    recurs = delta_net(config, by_heads=by_heads)
+    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
+    interval = config.size("full_attention_interval", 4)
+    types = kinds(config, [(i + 1) % interval == 0 for i in range(number)])
+    return tuple(LayerConfig(attends if kind == "full_attention" else recurs, ffn) for kind in types)
+
+
+def delta_net(
+    config: ConfigFile, heads: tuple[int, int] = (16, 32), sizes: tuple[int, int] = (128, 128), **options: Any
+) -> DeltaNet:
+    """Return the mixer of the recurrent layers.
+
+    Args:
+        config: config.json.
+        heads: the defaults of the numbers of key heads and value heads.
+        sizes: the defaults of their sizes.
+        options: further fields of `DeltaNet`.
+    """
+    key_heads, value_heads = (
+        config.size(f"linear_num_{kind}_heads", number) for kind, number in zip(("key", "value"), heads, strict=True)
+    )
     if value_heads % key_heads:
         raise ValueError(
             f"{config.where('linear_num_value_heads')} must be a multiple of linear_num_key_heads = {key_heads}, "
             f"got {value_heads}"
         )
-    delta_net = DeltaNet(
+    return DeltaNet(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
-        key_size=config.size("linear_key_head_dim", 128),
-        value_size=config.size("linear_value_head_dim", 128),
+        key_size=config.size("linear_key_head_dim", sizes[0]),
+        value_size=config.size("linear_value_head_dim", sizes[1]),
         conv_size=config.size("linear_conv_kernel_dim", 4),
-        by_heads=by_heads,
+        **options,
     )
-    number = config.size("num_hidden_layers", most=llama.MAX_LAYERS)
-    interval = config.size("full_attention_interval", 4)
-    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(number)]
+
+
+def kinds(config: ConfigFile, attends: Sequence[bool]) -> list[str]:
+    """Return the kind of each layer; `attends` says which ones attend in the absence of layer_types."""
+    number, default = len(attends), ["full_attention" if one else "linear_attention" for one in attends]
     types = config.strings("layer_types", default)
     if len(types) != number or not {"full_attention"} <= set(types) <= {"full_attention", "linear_attention"}:
         raise ValueError(
             f"{config.where('layer_types')} must be {number} times 'full_attention' or 'linear_attention', the first "
             f"at least once, got {types!r}"
         )
-    return tuple(LayerConfig(attends if kind == "full_attention" else delta_net, ffn) for kind in types)
+    return types
 
 
 def decoder(config: ConfigFile, tensors: Tensors, each: tuple[LayerConfig, ...], ignored: tuple[str, ...]) -> Model:

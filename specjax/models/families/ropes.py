@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from specjax.models.config_file import MAX_NUMBER, ConfigFile
+from specjax.models.config_file import ConfigFile
 from specjax.models.rope import (
     DynamicScaling,
     LinearScaling,
@@ -227,14 +227,7 @@ def _yarn(config: ConfigFile, rope: ConfigFile, theta: float, length: int) -> Ya
 
 def _longrope(config: ConfigFile, rope: ConfigFile, num_pairs: int, length: int) -> LongRopeScaling:
     """Return the scaling of LongRoPE with its fields in `rope`, given the positions of the training."""
-
-    def divisors(name: str) -> tuple[float, ...]:
-        found = rope.get(name, list)
-        if len(found) != num_pairs or not all(type(x) in (int, float) and 0 < x < MAX_NUMBER for x in found):
-            raise ValueError(f"{rope.where(name)} must be {num_pairs} positive numbers, got {found!r}")
-        return tuple(map(float, found))
-
-    short, long = divisors("short_factor"), divisors("long_factor")
+    short, long = (rope.numbers(name, num_pairs) for name in ("short_factor", "long_factor"))
     factor, magnitude = _factor(config, rope, length), rope.number("attention_factor", None)
     if magnitude is None:
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

@@ -88,7 +88,7 @@ NEMOTRON_H = Architecture(
     has_experts=True,
     has_own_rope=True,
     has_kinds_of_layers=True,
-    holds=mamba.of_nemotron,
+    holds=partial(mamba.as_named, names=mamba.WHOLE_OF_NEMOTRON),
 )
 LFM2 = Architecture(
     fields=short_conv.lfm2,
@@ -180,6 +180,11 @@ ARCHITECTURES = {
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
+    "falcon-h1": Architecture(
+        fields=mamba.falcon_h1,
+        names=mamba.OF_FALCON,
+        holds=partial(mamba.as_named, names=mamba.WHOLE_OF_FALCON),
+    ),
     "lfm2": LFM2,
     "lfm2moe": replace(LFM2, fields=short_conv.lfm2_moe, has_experts=True),
     "command-r": Architecture(fields=dense.command_r, epsilon=OF_LAYER_NORM),

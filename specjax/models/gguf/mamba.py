@@ -1,4 +1,4 @@
-"""Hybrids of Mamba-2 in GGUF: Granite 4 H and Nemotron-H."""
+"""Hybrids of Mamba-2 in GGUF: Granite 4 H, Nemotron-H and Falcon-H1."""
 
 import re
 from collections.abc import Iterator
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from specjax.models.gguf import dense
-from specjax.models.gguf.fields import Fields
+from specjax.models.gguf.fields import Fields, RecurrentSizes
 from specjax.models.gguf.names import renamed
 from specjax.models.gguf.places import Place
 
+# Tensors of no layer whose names differ from the names of Llama.
 WHOLE_OF_NEMOTRON = {"model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f"}
+WHOLE_OF_FALCON = {"model.norm": "model.final_layernorm"}
 
 
 def _of_mamba(block: str) -> tuple[tuple[str, str], ...]:
@@ -48,6 +50,37 @@ OF_NEMOTRON = (  # the star stands for the number of an expert
     ("ffn_latent_down", "mixer.fc1_latent_proj"),
     ("ffn_latent_up", "mixer.fc2_latent_proj"),
 )
+OF_FALCON = (
+    *_of_mamba("mamba"),
+    *((name, "pre_ff_layernorm.weight") for name in ("ffn_norm", "ffn_norm.weight")),  # converters leave the ending out
+    *((f"ffn_{name}", f"feed_forward.{name}_proj") for name in ("gate", "up", "down")),
+)
+
+
+def _sizes(fields: Fields, of_mamba: RecurrentSizes) -> dict[str, Any]:
+    """Return the fields that config.json has for the layers of Mamba-2 of Granite 4 H and Falcon-H1."""
+    return {
+        "mamba_n_heads": of_mamba.num_heads,
+        "mamba_n_groups": of_mamba.num_groups,
+        "mamba_d_state": of_mamba.state_size,
+        "mamba_d_conv": of_mamba.conv_size,
+        "mamba_proj_bias": _has(fields, "ssm_in.bias"),
+        "mamba_conv_bias": _has(fields, "ssm_conv1d.bias"),
+    }
+
+
+def falcon_h1(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of config.json of Falcon-H1, whose factors are in the tensors of the file."""
+    of_mamba = fields.recurrent_sizes()
+    return {
+        "model_type": "falcon_h1",
+        **_sizes(fields, of_mamba),
+        "mamba_d_ssm": of_mamba.num_heads * of_mamba.head_size,
+        "mamba_rms_norm": _has(fields, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mlp_bias": _has(fields, "ffn_down.bias"),
+        "projectors_bias": _has(fields, "ssm_out.bias"),
+    }
 
 
 def sizes_of_granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -65,13 +98,8 @@ def sizes_of_granite(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "num_local_experts": fields.get("expert_count", int, 0),
         "num_experts_per_tok": fields.get("expert_used_count", int, 0),
         "position_embedding_type": "rope" if fields.get("rope.scaling.finetuned", bool, True) else "nope",
-        "mamba_n_heads": of_mamba.num_heads,
-        "mamba_n_groups": of_mamba.num_groups,
-        "mamba_d_state": of_mamba.state_size,
-        "mamba_d_conv": of_mamba.conv_size,
+        **_sizes(fields, of_mamba),
         "mamba_expand": inner // hidden,
-        "mamba_proj_bias": _has(fields, "ssm_in.bias"),
-        "mamba_conv_bias": _has(fields, "ssm_conv1d.bias"),
     }
 
 
@@ -132,7 +160,7 @@ def as_vectors(name: str, place: Place, config: dict[str, Any]) -> Iterator[tupl
     Args:
         name: in transformers; in the file where transformers has no such tensor.
         place: of the tensor.
-        config: the fields of `sizes_of_granite` or `sizes_of_nemotron`.
+        config: the fields of config.json.
     """
     layer = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
     if layer is not None and int(layer[1]) >= config["num_hidden_layers"]:
@@ -147,6 +175,6 @@ def as_vectors(name: str, place: Place, config: dict[str, Any]) -> Iterator[tupl
     yield name, place
 
 
-def of_nemotron(name: str, place: Place, config: dict[str, Any]) -> Iterator[tuple[str, Place]]:
-    """Return what `as_vectors` does, with the names of Nemotron-H for tensors of no layer."""
-    yield from as_vectors(renamed(name, WHOLE_OF_NEMOTRON), place, config)
+def as_named(name: str, place: Place, config: dict[str, Any], *, names: dict[str, str]) -> Iterator[tuple[str, Place]]:
+    """Return what `as_vectors` does, with other names for tensors of no layer."""
+    yield from as_vectors(renamed(name, names), place, config)
