@@ -600,7 +600,7 @@ def tokens() -> np.ndarray:
 def make_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """A tensor that depends on nothing but its name and shape; scales of norms are around 1, biases around 0."""
     uniform = np.random.default_rng(zlib.crc32(name.encode())).random(shape) * 2 - 1
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("A_log"):
         return (uniform * 0.5 + ("norm.weight" in name)).astype(np.float32)
     return (uniform * (4 / shape[1] ** 0.5 if "embed" not in name else 1)).astype(np.float32)
 

@@ -135,6 +135,33 @@ CONFIGS["olmo_hybrid_turned"] = OLMO | {
     "linear_allow_neg_eigval": False,
 }
 
+KIMI = {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+CONFIGS["kimi_linear"] = KIMI | {"n_shared_experts": 2, "routed_scaling_factor": 1.5}
+CONFIGS["kimi_linear_bias"] = KIMI | {
+    "q_lora_rank": 12,
+    "attention_bias": True,
+    "norm_topk_prob": False,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "linear_conv_kernel_dim": 3,
+}
+
 CONFIGS["bamba"] = LLAMA | {
     "model_type": "bamba",
     "num_hidden_layers": 3,

@@ -25,6 +25,7 @@ from specjax.models import Checkpoint, load, tensor_parallel, with_cache_dtype, 
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.delta_net import DeltaNet, delta_rule
 from specjax.models.experts import Experts, Shared, SigmoidTopK, Ungated
+from specjax.models.families.kimi_linear import RENAMED
 from specjax.models.layer import MLP, Attention, LayerConfig
 from specjax.models.mamba import Mamba2
 from specjax.models.network import param_shapes
@@ -148,6 +149,70 @@ def test_fields_of_nemotron_that_are_refused(tmp_path):
         ({"moe_latent_size": 12}, "fc1_latent_proj.weight"),
     ):
         (directory / "config.json").write_text(json.dumps(CONFIGS["nemotron_h_moe"] | fields))
+        with pytest.raises(ValueError, match=message):
+            load(directory)
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "written by transformers"])
+def test_kimi_linear_as_it_is_released(is_released, tmp_path):
+    """Fields with other names, a table of the recurrent layers, three convolutions, and a tensor for each expert."""
+    directory = write(tmp_path / "model", "kimi_linear")
+    model, tensors = load(directory), {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        if not is_released or "layers.0." not in name:  # transformers writes this name in dense layers, too
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        name = name.replace("forget_gate.", "")
+        if name.endswith("conv1d.weight"):
+            parts = zip("qkv", np.split(values, 3), strict=True)
+            tensors |= {name.replace("conv1d", f"{one}_conv1d"): part.copy() for one, part in parts}
+        elif name.endswith(("gate_up_proj", "experts.down_proj")):
+            kinds, block = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",), name.rpartition(".")[0]
+            for kind, half in zip(kinds, np.split(values, len(kinds), axis=1), strict=True):
+                tensors |= {f"{block}.{i}.{kind}.weight": half[i].copy() for i in range(4)}
+        else:
+            tensors[name] = values
+    save_file(tensors, directory / "model.safetensors")
+    config = {RENAMED.get(name, name): value for name, value in CONFIGS["kimi_linear"].items()}
+    if is_released:
+        for name in ("layer_types", "linear_head_dim", "linear_num_heads"):
+            del config[name]
+        table = {"full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 8, "num_heads": 4}
+        config |= {
+            "linear_attn_config": table | {"short_conv_kernel_size": 4},
+            "mla_use_nope": True,
+            "moe_layer_freq": 1,
+        }
+        config |= {
+            "moe_router_activation_func": "sigmoid",
+            "use_grouped_topk": True,
+            "rope_theta": 10000.0,
+            "head_dim": 72,
+        }
+        config |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "rope_scaling": None, "q_lora_rank": None}
+    (directory / "config.json").write_text(json.dumps(config))
+    found = load(directory)
+    assert found.apply.config == model.apply.config
+    for one, other in zip(*(jax.tree.leaves(each.params) for each in (found, model)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_fields_of_kimi_linear_that_are_refused(tmp_path):
+    directory = write(tmp_path / "model", "kimi_linear")
+    for fields, message in (
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types in .* must be 3 times"),
+        ({"hidden_act": "gelu"}, "hidden_act in .* must be"),
+        ({"num_experts": 5}, "num_local_experts in .* must be 5"),
+        ({"mla_use_nope": False}, "mla_use_nope in .* must be True"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func in .* must be 'sigmoid'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads in .* must be 4"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types in .* must be 3 times 'dense' or 'sparse'"),
+        ({"linear_attn_config": {"num_heads": 0}}, "linear_attn_config.num_heads in .* must be in"),
+        (
+            {"linear_attn_config": {"full_attn_layers": [7], "kda_layers": [1]}, "layer_types": None},
+            "layer_types in .* must be 3 times",
+        ),
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIGS["kimi_linear"] | fields))
         with pytest.raises(ValueError, match=message):
             load(directory)
 
@@ -406,7 +471,7 @@ def run_steps(model, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["olmo_hybrid", "olmo_hybrid_turned"])
+@pytest.mark.parametrize("case", ["olmo_hybrid", "olmo_hybrid_turned", "kimi_linear", "kimi_linear_bias"])
 def test_other_delta_nets_keep_the_state_of_plain_decoding(case, tmp_path):
     model = load(write(tmp_path / "model", case))
     testing.assert_model(model)
@@ -509,6 +574,8 @@ def mesh_of(number):
         ("nemotron_h_latents", 4),
         pytest.param("bamba", 2, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", 2, marks=pytest.mark.slow),
+        ("kimi_linear", 2),
+        pytest.param("kimi_linear_bias", 4, marks=pytest.mark.slow),
         ("falcon_h1", 2),
         pytest.param("falcon_h1_gated_last", 4, marks=pytest.mark.slow),
         pytest.param("lfm2", 4, marks=pytest.mark.slow),
@@ -590,7 +657,7 @@ def assert_steps(model, memory, start, expected):
 
 
 @pytest.mark.parametrize(
-    "case", ["granite_h", "nemotron_h_latents", "bamba", "falcon_h1", "olmo_hybrid", "lfm2", "lfm3"]
+    "case", ["granite_h", "nemotron_h_latents", "bamba", "falcon_h1", "olmo_hybrid", "kimi_linear", "lfm2", "lfm3"]
 )
 def test_steps_of_others(case, goldens, tmp_path):
     """After a prompt, steps with and without rejected drafts have the recorded logits."""
@@ -614,16 +681,19 @@ def test_matrices_and_caches_of_few_bits(hybrid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["qwen3_5_text", "olmo_hybrid"])
+@pytest.mark.parametrize("case", ["qwen3_5_text", "olmo_hybrid", "kimi_linear"])
 def test_rates_stay_floats(case, tmp_path):
     """When others are rounded: by loading, and in the files that are written."""
     directory = write(tmp_path / "floats", case)
-    floats = load(directory).params["layers"][0]["delta_rates"]
+    floats = load(directory).params["layers"][0]
+    of_rates = {"delta_rates", "delta_beta", "delta_decay_down", "delta_decay_up"} & floats.keys()
     write_quantized(Checkpoint(directory), tmp_path / "codes", "int8")
     for model in (load(directory, quantization="int8"), load(tmp_path / "codes")):
         layer = model.params["layers"][0]
-        np.testing.assert_array_equal(layer["delta_rates"], floats)
-        assert all(isinstance(layer[name], Quantized) for name in ("delta_in", "delta_out"))
+        for name in of_rates:
+            np.testing.assert_array_equal(layer[name], floats[name])
+        others = {"delta_in", "delta_qkv", "delta_gate_down", "delta_gate_up", "delta_out"} & floats.keys()
+        assert all(isinstance(layer[name], Quantized) for name in others)
 
 
 def test_codes_of_granite(tmp_path):

@@ -343,9 +343,10 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         params: the parameters, as `init_params` names them.
         feature_layers: as `models.with_feature_layers` takes them.
     """
-    model = network.network_model(DECODER, config, params, feature_layers)
+    model, dtype = network.network_model(DECODER, config, params, feature_layers), str(params["embedding"].dtype)
     if latent_mixer(config.layers) is not None:
-        return replace(model, init_cache=InitLatents(config, str(params["embedding"].dtype)))
+        init_cache = InitLatents(config, dtype)
+        return replace(model, init_cache=init_cache) if not config.recurrent else _hybrid(config, model, init_cache)
     if not any(config.attends):
         raise ValueError("config.layers must have a layer that attends, got none")
     if not config.recurrent:
@@ -354,13 +355,16 @@ def decoder_model(config: DecoderConfig, params: PyTree, feature_layers: Sequenc
         owns = tuple(
             one and owner == i for i, (one, owner) in enumerate(zip(config.attends, config.owners, strict=True))
         )
-        return replace(
-            model, init_cache=network.InitCache(config, str(params["embedding"].dtype), owns, config.cache_sizes)
-        )
+        return replace(model, init_cache=network.InitCache(config, dtype, owns, config.cache_sizes))
+    return _hybrid(config, model, network.InitCache(config, dtype, config.attends))
+
+
+def _hybrid(config: DecoderConfig, model: Model, init_cache: network.InitCache | InitLatents) -> Model:
+    """Return a model whose recurrent layers keep rows, given the caches of the others."""
     return replace(
         model,
-        init_cache=network.InitCache(config, str(params["embedding"].dtype), config.attends),
-        init_rows=recurrent.InitRows(config.recurrent, str(params["embedding"].dtype)),
+        init_cache=init_cache,
+        init_rows=recurrent.InitRows(config.recurrent, init_cache.dtype),
         commit=recurrent.commit,
         max_step=recurrent.MAX_STEP,
         takes_groups=False,

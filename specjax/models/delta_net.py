@@ -141,11 +141,11 @@ class DeltaNet(Recurrent):
         # The kernels of chunks multiply in TF32, which has fewer digits than inputs of float32.
         return delta_rule(state, *tokens, implementation="xla" if dtype == jnp.float32 else None)
 
-    def _rates(self, rates: Array, decay: Array, bias: Array) -> Array:
-        """Return beta and g [R, T, 2, heads] float32."""
+    def _rates(self, rates: Array, decay: Array, bias: Array) -> tuple[Array, Array]:
+        """Return beta and g [R, T, heads] float32."""
         first, second = (rates[:, :, i].astype(jnp.float32) for i in range(2))
         decay, bias = (x.astype(jnp.float32)[None, None] for x in (decay, bias))
-        return jnp.stack(kernels.rates_of(first, second, decay, bias, self.beta_factor), axis=2)
+        return kernels.rates_of(first, second, decay, bias, self.beta_factor)
 
 
 def _unit(x: Array) -> Array:
@@ -200,9 +200,16 @@ def _output_and_changes(state: Array, parts: tuple[Array, ...]) -> tuple[Array, 
     query, key, value, beta, g = parts
     between, grown = decay_factors(g)
     scaled = key * beta[..., None]
-    system = jnp.tril(scaled @ key.swapaxes(-1, -2) * between, -1)
+    system = jnp.tril(_products(scaled, key, between), -1)
     changes = _solved(system, value * beta[..., None] - (scaled * grown) @ state)
-    return (query * grown) @ state + (query @ key.swapaxes(-1, -2) * between) @ changes, changes
+    return (query * grown) @ state + _products(query, key, between) @ changes, changes
+
+
+def _products(x: Array, key: Array, between: Array) -> Array:
+    """Return the products [R, H, C, C] of tokens with the keys of tokens, with the decays between these."""
+    if between.ndim == 4:
+        return x @ key.swapaxes(-1, -2) * between
+    return jnp.einsum("rhik,rhjk,rhijk->rhij", x, key, between)
 
 
 def _solved(system: Array, right: Array) -> Array:

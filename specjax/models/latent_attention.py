@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specjax.models.latent_heads import HeadMatrices
 from specjax.models.layer import Params, Shapes, Sublayer, join, matrix_shape, product, times
 from specjax.models.linear import rms_norm
+from specjax.models.recurrent import RowMixer
 from specjax.models.rope import Rotation, rotate
 from specjax.types import Array
 
@@ -116,7 +117,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class InitLatents:
-    """`Model.init_cache` for a decoder whose layers attend to latents: for each layer [B, S, D] of zeros.
+    """`Model.init_cache` for a decoder that attends to latents: for each layer that does so, [B, S, D] of zeros.
 
     Given the number of pages and their size, it makes a pool.
     """
@@ -125,17 +126,21 @@ class InitLatents:
     dtype: str
 
     def __call__(self, batch_size: int, max_length: int) -> list[dict[str, Array]]:
-        sizes = [layer.mixer.latent_size for layer in self.config.each_layer]
-        return [{"latent": jnp.zeros((batch_size, max_length, size), self.dtype)} for size in sizes]
+        mixers = [layer.mixer for layer in self.config.each_layer]
+        sizes = [one.latent_size if isinstance(one, LatentAttention) else None for one in mixers]
+        return [
+            {} if size is None else {"latent": jnp.zeros((batch_size, max_length, size), self.dtype)} for size in sizes
+        ]
 
 
 def latent_mixer(layers: Sequence[Any]) -> LatentAttention | None:
-    """Return the attention on latents of layers, which all have it or none.
+    """Return the attention on latents of layers, which all have it or none, but for recurrent ones.
 
     Raises:
         ValueError: some layers have it, others do not.
     """
     own = [layer.mixer for layer in layers if isinstance(layer.mixer, LatentAttention)]
-    if own and len(own) < len(layers):
-        raise ValueError(f"layers must all attend to latents, or none, got {len(own)} of {len(layers)} that do")
+    number = sum(not isinstance(layer.mixer, RowMixer) for layer in layers)
+    if own and len(own) < number:
+        raise ValueError(f"layers must all attend to latents, or none, got {len(own)} of {number} that do")
     return own[0] if own else None

@@ -71,7 +71,7 @@ class Mamba2(Recurrent):
             params[name].astype(jnp.float32)[None, None] for name in ("mamba_decay", "mamba_step_bias", "mamba_skip")
         )
         step = jax.nn.softplus(raw.astype(jnp.float32) + bias)
-        rates = jnp.stack([step, jnp.broadcast_to(skip, step.shape), -jnp.exp(decay) * step], axis=2)
+        rates = step, jnp.broadcast_to(skip, step.shape), -jnp.exp(decay) * step
         convolution = params["mamba_conv"], params.get("mamba_conv_bias")
         run = self.step_by_xla if memory.is_step else self.prompt
         output, kept = run(convolution, memory, inputs, rates)

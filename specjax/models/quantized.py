@@ -53,7 +53,9 @@ SHARES = (1.0, 0.93, 0.86, 0.79)  # of the range of a group that codes may cover
 GROUPS = (128, 64, 32)  # sizes that `quantize` tries for integers of 4 bits
 NARROW = 1024  # inputs; with fewer a step takes no longer for a matrix of 8 bits than for one of 4
 OF_ATTENTION = re.compile(r"(?:.*\.)?(?:[qkv]_proj|c_attn)(?:\.weight)?")  # what makes queries, keys and values
-RATES = re.compile(r"(?:.*\.)?(?:in_proj_(?:a|b|ba)|[ab]_proj)(?:\.weight)?")  # what makes rates of gated delta nets
+RATES = re.compile(
+    r"(?:.*\.)?(?:in_proj_(?:a|b|ba)|(?:f_)?[ab]_proj)(?:\.weight)?"
+)  # what makes rates of gated delta nets
 
 
 def pack(

@@ -11,7 +11,7 @@ that the call reads, so that a kernel writes and reads at the same time.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,8 @@ class Recurrent(RowMixer):
     value_size: int
     conv_size: int = 4
 
+    decays_by_key: ClassVar[bool] = False  # whether each number of the keys has a decay; otherwise a head has one
+
     @property
     def channels(self) -> int:
         """Number of channels of the convolution: queries, keys and values."""
@@ -124,7 +126,7 @@ class Recurrent(RowMixer):
             "state": jnp.zeros((batch_size, heads, self.key_size, self.value_size), jnp.float32),
             "keys": jnp.zeros((batch_size, NUM_SLOTS, self.num_key_heads, self.key_size), jnp.float32),
             "changes": jnp.zeros((batch_size, NUM_SLOTS, heads, self.value_size), jnp.float32),
-            "decays": jnp.zeros((batch_size, NUM_SLOTS, heads), jnp.float32),
+            "decays": jnp.zeros((batch_size, NUM_SLOTS, heads, *[self.key_size] * self.decays_by_key), jnp.float32),
         }
 
     def heads_of(self, mixed: Array) -> tuple[Array, Array, Array]:
@@ -136,7 +138,8 @@ class Recurrent(RowMixer):
 
         Args:
             state: [R, H, key size, value size] float32, before the chunk.
-            parts: query, key and value [R, H, C, size], and rates [R, H, C], of which g is the last, all float32.
+            parts: query, key and value [R, H, C, size], and rates [R, H, C], of which g is the last, all float32. With
+                `decays_by_key`, g is [R, H, C, key size].
         """
         raise NotImplementedError
 
@@ -154,7 +157,7 @@ class Recurrent(RowMixer):
         return by_chunks(self.output_and_changes, state, *tokens)
 
     def step_by_xla(
-        self, convolution: Convolution, memory: RowMemory, inputs: Array, rates: Array
+        self, convolution: Convolution, memory: RowMemory, inputs: Array, rates: tuple[Array, ...]
     ) -> tuple[Array, dict[str, Array]]:
         """Apply the pending changes of the last step, and run the tokens of this one.
 
@@ -162,7 +165,8 @@ class Recurrent(RowMixer):
             convolution: the parameters of the convolution.
             memory: of the layer, with `held`.
             inputs: [R, T, C] floats, of the convolution.
-            rates: [R, T, n, heads] float32, of which the last is g, by whose exponential a token decays the state.
+            rates: [R, T, heads] float32, of which the last is g, by whose exponential a token decays the state; with
+                `decays_by_key` that is [R, T, heads, key size].
 
         Returns:
             The outputs of the tokens [R, T, heads, size] float32, and the layer's rows: the state after the pending
@@ -173,15 +177,15 @@ class Recurrent(RowMixer):
         state = self._replayed(memory)
         window = self.window_before(memory)
         query, key, value = self.heads_of(jax.nn.silu(self.convolved(convolution, window, inputs)))
-        parts = _by_heads(query, key, value, *jnp.unstack(rates, axis=2))
+        parts = _by_heads(query, key, value, *rates)
         with jax.default_matmul_precision("highest"):
             output, changes = (x.swapaxes(1, 2) for x in self.output_and_changes(state, parts))
-        entries = {"keys": key, "changes": changes, "decays": rates[:, :, -1]}
+        entries = {"keys": key, "changes": changes, "decays": rates[-1]}
         kept = {name: _written(held[name], memory.position, each) for name, each in entries.items()}
         return output, {**kept, "state": state, "inputs": self.inputs_after(memory, window, inputs)}
 
     def prompt(
-        self, convolution: Convolution, memory: RowMemory, inputs: Array, rates: Array
+        self, convolution: Convolution, memory: RowMemory, inputs: Array, rates: tuple[Array, ...]
     ) -> tuple[Array, dict[str, Array] | None]:
         """Run tokens of prompts; return the outputs, and the layer's rows where they are kept, as `step_by_xla` does.
 
@@ -208,21 +212,28 @@ class Recurrent(RowMixer):
             return jnp.where(exists.reshape(*exists.shape, *[1] * (entries.ndim - 2)), entries, 0)
 
         total = jnp.cumsum(pending("decays"), axis=1)
-        left = jnp.exp(total[:, -1:] - total)[..., None]
+        total = total if self.decays_by_key else total[..., None]
         keys = jnp.repeat(pending("keys"), self.num_value_heads // self.num_key_heads, axis=2)
-        added = jnp.einsum("rthk,rthv->rhkv", keys, pending("changes") * left, precision="highest")
+        left = keys * jnp.exp(total[:, -1:] - total)
+        added = jnp.einsum("rthk,rthv->rhkv", left, pending("changes"), precision="highest")
         state = jnp.where((start == 0)[:, None, None, None], 0, held["state"])
-        return state * jnp.exp(total[:, -1])[..., None, None] + added
+        return state * jnp.exp(total[:, -1])[..., None] + added
 
     def _run(
-        self, convolution: Convolution, before: tuple[Array, Array], inputs: Array, rates: Array, count: Array
+        self,
+        convolution: Convolution,
+        before: tuple[Array, Array],
+        inputs: Array,
+        rates: tuple[Array, ...],
+        count: Array,
     ) -> tuple[Array, Array]:
         """Run tokens, of which `count` [R] stay; return outputs [R, T, heads, size], and the state afterwards."""
         state, window = before
         heads = self.heads_of(jax.nn.silu(self.convolved(convolution, window, inputs)))
         stays = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < count[:, None]
-        rates = jnp.where(stays[:, :, None, None], rates, 0)  # other tokens neither decay the state nor add to it
-        return self.run_chunks(state, (*heads, *jnp.unstack(rates, axis=2)), inputs.dtype)
+        # Other tokens neither decay the state nor add to it.
+        rates = tuple(jnp.where(jnp.expand_dims(stays, range(2, rate.ndim)), rate, 0) for rate in rates)
+        return self.run_chunks(state, (*heads, *rates), inputs.dtype)
 
 
 def _window_after(window: Array, inputs: Array, count: Array) -> Array:
@@ -259,21 +270,23 @@ def by_chunks(
     key: Array,
     value: Array,
     *rates: Array,
+    chunk_size: int = CHUNK,
 ) -> tuple[Array, Array]:
-    """Run T tokens in chunks of `CHUNK`.
+    """Run T tokens in chunks.
 
     Args:
         output_and_changes: as `Recurrent` has it; a token whose rates are 0 must leave the state as it is.
         state: [R, H, key size, value size] float32.
         query, key: [R, T, key heads, key size] float32; consecutive ones of the H heads share a key head.
         value: [R, T, H, value size] float32.
-        rates: [R, T, H] float32, of which g is the last.
+        rates: [R, T, H] float32, of which g is the last, and may have the key size after these axes.
+        chunk_size: tokens of a chunk.
 
     Returns:
         The outputs [R, T, H, value size] float32, and the state after the tokens.
     """
     num_tokens = query.shape[1]
-    size = min(CHUNK, num_tokens)
+    size = min(chunk_size, num_tokens)
     padding = -num_tokens % size
 
     def chunked(x: Array) -> Array:
@@ -284,8 +297,9 @@ def by_chunks(
         output, changes = output_and_changes(state, parts)
         _, key, *_, g = parts
         between, grown = decay_factors(g)
-        left = between[..., -1, :, None]
-        return state * grown[..., -1:, :] + (key * left).swapaxes(-1, -2) @ changes, output
+        left = between[:, :, -1]
+        left = left if left.ndim == key.ndim else left[..., None]
+        return state * grown[..., -1:, :].swapaxes(-1, -2) + (key * left).swapaxes(-1, -2) @ changes, output
 
     parts = tuple(map(chunked, _by_heads(query, key, value, *rates)))
     with jax.default_matmul_precision("highest"):
@@ -308,11 +322,18 @@ def _by_heads(query: Array, key: Array, *others: Array) -> tuple[Array, ...]:
 
 
 def decay_factors(g: Array) -> tuple[Array, Array]:
-    """Return how a chunk's state decays from each token to later ones [..., C, C], else 0, and from its begin."""
-    total = jnp.cumsum(g, axis=-1)
-    is_before = jnp.tri(g.shape[-1], dtype=bool)[None, None]
-    between = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
-    return between, jnp.exp(total)[..., None]
+    """Return how a chunk's state decays from each token to later ones, else 0, and from its begin.
+
+    Args:
+        g: [R, H, C], or [R, H, C, key size] where each number of the keys has a decay.
+
+    Returns:
+        Factors [R, H, C, C], and [R, H, C, 1]; or [R, H, C, C, key size], and [R, H, C, key size].
+    """
+    total = jnp.cumsum(g, axis=2)
+    is_before = jnp.expand_dims(jnp.tri(g.shape[2], dtype=bool), (0, 1, *range(4, g.ndim + 1)))
+    between = jnp.exp(jnp.where(is_before, total[:, :, :, None] - total[:, :, None], -jnp.inf))
+    return between, jnp.exp(total if g.ndim == 4 else total[..., None])
 
 
 @dataclass(frozen=True)

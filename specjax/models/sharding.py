@@ -377,7 +377,12 @@ def _runs_of_delta_net(name: str, device: int, part: Config, number: int) -> lis
     value = heads * net.value_size
     sizes = {
         "delta_in": [key, key, value, value],
+        "delta_qkv": [key, key, value],
         "delta_conv": [key, key, value],
+        "delta_beta": [heads],
+        "delta_decay_up": [heads * net.key_size],
+        "delta_channel_bias": [heads * net.key_size],
+        "delta_gate_up": [value],
         "delta_rates": [heads, heads],
         "delta_decay": [heads],
         "delta_decay_bias": [heads],

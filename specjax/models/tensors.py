@@ -283,14 +283,16 @@ class Tensors:
             )
         return self._read({name: (number, 1, size) for name, number in zip(names, numbers, strict=True)})
 
-    def row(self, name: str, size: int) -> Array:
-        """Read a table of one row [1, size] as a vector."""
-        self._check(name, (1, size))
+    def row(self, name: str, *shape: int) -> Array:
+        """Read a tensor of this shape, of which one axis alone may be longer than 1, as a vector."""
+        self._check(name, shape)
+        axis = int(np.argmax(shape))
 
         def fill(out: np.ndarray, bounds: Sequence[tuple[int, int]]) -> None:
-            self._copy(out[None], name, (slice(1), slice(*bounds[0])))
+            index = tuple(slice(*bounds[0]) if i == axis else slice(1) for i in range(len(shape)))
+            self._copy(out.reshape([-1 if i == axis else 1 for i in range(len(shape))]), name, index)
 
-        return self._array(Stored((size,), self._dtype, fill), [name])
+        return self._array(Stored((math.prod(shape),), self._dtype, fill), [name])
 
     def rows(self, names: Sequence[str], size: int) -> Array:
         """Read vectors of one size as the rows of a table [number of names, size]."""

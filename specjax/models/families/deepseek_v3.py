@@ -46,7 +46,7 @@ def layer_lite(config: ConfigFile) -> LayerConfig:
     return with_latents(config, mixtures.sigmoid_experts(config, scale=1.8), query_rank=768)
 
 
-def with_latents(config: ConfigFile, ffn: Experts | GatedMLP, *, query_rank: int) -> LayerConfig:
+def with_latents(config: ConfigFile, ffn: Experts | GatedMLP, *, query_rank: int | None) -> LayerConfig:
     """Return a layer that attends to latents, and set the field head_dim to the part of a head that turns.
 
     Args:

@@ -18,7 +18,7 @@ class Names(mixtures.Names):
     """The names of the tensors of a mixture, whose corrections are a table of one row."""
 
     def corrections(self, number: int, tensors: Tensors, name: str) -> Array:
-        return tensors.in_float32().row(name, number)
+        return tensors.in_float32().row(name, 1, number)
 
 
 read_rope = partial(ropes.read_side_by_side, theta=5e5)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from specjax.models.channel_delta import ChannelDeltaNet
 from specjax.models.config_file import ConfigFile
 from specjax.models.decoder import DecoderConfig, decoder_model
 from specjax.models.delta_net import DeltaNet
@@ -340,7 +341,9 @@ def layer_params(
     hidden, params = config.hidden_size, {}
     for param, norm in norms.items():
         params |= norm_params(config, tensors, param, name, norm)
-    if isinstance(layer.mixer, DeltaNet):
+    if isinstance(layer.mixer, ChannelDeltaNet):
+        params |= _channel_delta_params(config, layer.mixer, tensors, f"{name}.self_attn")
+    elif isinstance(layer.mixer, DeltaNet):
         names = delta or (OF_HEADS if layer.mixer.by_heads else DeltaNames())
         params |= _delta_params(config, layer.mixer, tensors, f"{name}.linear_attn", names)
     elif isinstance(layer.mixer, Mamba2):
@@ -455,6 +458,35 @@ def _delta_params(
         "delta_decay_bias": tensors.vectors({f"{name}.dt_bias": heads}),
         "delta_scale": tensors.vectors({f"{name}.{names.norm}.weight": mixer.value_size}),
         "delta_out": matrices(width, {f"{name}.{names.out}.weight": hidden}),
+    }
+
+
+def _channel_delta_params(
+    config: DecoderConfig, mixer: ChannelDeltaNet, tensors: Tensors, name: str
+) -> dict[str, Array]:
+    """Read the parameters of a delta net with a decay of each number of a key."""
+    hidden, heads, rank = config.hidden_size, mixer.num_value_heads, mixer.rank
+    key, width = mixer.num_key_heads * mixer.key_size, heads * mixer.value_size
+    decays, conv = f"{name}.forget_gate", [f"{name}.{part}_conv1d.weight" for part in "qkv"]
+    decays = decays if f"{decays}.A_log" in tensors else name
+    conv = conv if conv[0] in tensors else [f"{name}.conv1d.weight"]
+
+    def matrix(inputs: int, outputs: dict[str, int]) -> Array:
+        named = {f"{part}.weight": size for part, size in outputs.items()}
+        return tensors.matrices(inputs, named, transposed=config.transposed)
+
+    return {
+        "delta_qkv": matrix(hidden, {f"{name}.q_proj": key, f"{name}.k_proj": key, f"{name}.v_proj": width}),
+        "delta_beta": matrix(hidden, {f"{name}.b_proj": heads}),
+        "delta_decay_down": matrix(hidden, {f"{decays}.f_a_proj": rank}),
+        "delta_decay_up": matrix(rank, {f"{decays}.f_b_proj": heads * mixer.key_size}),
+        "delta_gate_down": matrix(hidden, {f"{name}.g_a_proj": rank}),
+        "delta_gate_up": matrix(rank, {f"{name}.g_b_proj": width}),
+        "delta_conv": tensors.taps(conv, mixer.channels, mixer.conv_size),
+        "delta_decay": tensors.row(f"{decays}.A_log", 1, 1, heads, 1),
+        "delta_channel_bias": tensors.vectors({f"{decays}.dt_bias": heads * mixer.key_size}),
+        "delta_scale": tensors.vectors({f"{name}.o_norm.weight": mixer.value_size}),
+        "delta_out": matrix(width, {f"{name}.o_proj": hidden}),
     }
 
 
