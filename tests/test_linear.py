@@ -269,13 +269,16 @@ def two_matrices(code, size, num_outputs, num_small):
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
 def test_a_norm_that_subtracts_the_mean(shape, implementation):
-    """It is computed before one product and before two, and kernels take the rows."""
+    """It is computed with its bias before one product and before two, and kernels take the rows."""
     (weight, small, scale), matrices = two_matrices(None, 300, 130, 7)
     x = (5 + jax.random.normal(jax.random.key(4), (*shape, 300))).astype(jnp.bfloat16)
-    options = {"transposed": True, "norm": models.CentredNorm(scale, EPSILON, 1.0), "implementation": implementation}
+    bias = jax.random.normal(jax.random.key(5), (300,)).astype(jnp.bfloat16)
+    norm = models.CentredNorm(scale, EPSILON, 1.0, bias)
+    options = {"transposed": True, "norm": norm, "implementation": implementation}
     rows = np.asarray(x, np.float64)
     rows = rows - rows.mean(axis=-1, keepdims=True)
     rows = rows / np.sqrt(np.mean(rows**2, axis=-1, keepdims=True) + EPSILON) * (np.asarray(scale, np.float64) + 1)
+    rows = rows + np.asarray(bias, np.float64)
     of_two = models.linear_of_two(x, weight, small, **options)
     for got, matrix in zip((models.linear(x, weight, **options), *of_two), (matrices[0], *matrices), strict=True):
         expected = rows @ matrix.T
