@@ -563,12 +563,8 @@ def ungated_params(
     config: DecoderConfig, tensors: Tensors, block: str, size: int, names: MLPNames = NAMES, *, has_bias: bool = False
 ) -> dict[str, Array]:
     """Read the parameters of an MLP of some width without a gate, whose name is the prefix of the names."""
-    hidden, turned, up, out = (
-        config.hidden_size,
-        config.transposed,
-        f"{block}.{names.parts[-1]}",
-        f"{block}.{names.out}",
-    )
+    hidden, turned = config.hidden_size, config.transposed
+    up, out = f"{block}.{names.parts[-1]}", f"{block}.{names.out}"
     params = {
         "mlp_in": tensors.matrices(hidden, {f"{up}.weight": size}, transposed=turned),
         "mlp_out": tensors.matrices(size, {f"{out}.weight": hidden}, transposed=turned),
