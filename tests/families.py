@@ -589,6 +589,14 @@ VARIANTS |= {
     | {"model_type": "nanochat", "rope_scaling": LLAMA3_SCALING, "attention_bias": True, "head_dim": 12}
     | {"final_logit_softcapping": None, "tie_word_embeddings": True, "rms_norm_eps": 0.1},
 }
+VARIANTS |= {
+    "phimoe": {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    | {"model_type": "phimoe", "num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.3}
+    | {"attention_bias": True, "lm_head_bias": True, "sliding_window": 5}
+    | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 32, "short_mscale": 1.2, "long_mscale": 1.2}},
+    "phimoe_without_biases": LLAMA
+    | {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+}
 ALL = CONFIGS | VARIANTS
 
 

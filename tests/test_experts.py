@@ -23,6 +23,7 @@ from specjax.models.experts import (
     Shared,
     SigmoidTopK,
     SoftmaxTopK,
+    SparseMixer,
     TopKSigmoid,
     TopKSoftmax,
     Ungated,
@@ -58,6 +59,18 @@ def expected_choice(router, params, logits: np.ndarray) -> tuple[np.ndarray, np.
         logits = logits + params["router_bias"]
         chosen = by_sorting(logits, router.num_chosen)
         return chosen, softmax(np.take_along_axis(logits, chosen, 1))
+    if isinstance(router, TopKSigmoid):
+        chosen = by_sorting(logits, router.num_chosen)
+        weights = 1 / (1 + np.exp(-np.take_along_axis(logits, chosen, 1)))
+        return chosen, weights / weights.sum(axis=-1, keepdims=True)
+    if isinstance(router, SparseMixer):
+        chosen, left, weights = by_sorting(logits, router.num_chosen), logits.astype(np.float64), []
+        for expert in chosen.T:
+            best = np.take_along_axis(left, expert[:, None], 1)
+            is_near = best - left <= router.nearness * np.maximum(np.abs(logits), best)
+            weights.append(1 / np.where(is_near, np.exp(left - best), 0).sum(axis=1))
+            np.put_along_axis(left, expert[:, None], -np.inf, 1)
+        return chosen, np.stack(weights, axis=1)
     if isinstance(router, SoftmaxTopK):
         scores, corrected, scale = softmax(logits), logits, 1.0
         if router.has_corrections:
@@ -83,6 +96,9 @@ ROUTERS = {
     "corrected": SoftmaxTopK(12, 4, has_corrections=True),
     "of the chosen": TopKSoftmax(12, 4),
     "sigmoid": SigmoidTopK(12, 3, scale=2.5),
+    "by sigmoids": TopKSigmoid(12, 3, is_renormalized=True),
+    "near": SparseMixer(12, 2, nearness=0.6),
+    "nearest": SparseMixer(12, 3, nearness=0.0),
     "groups": SigmoidTopK(12, 4, is_renormalized=False, scale=1.5, num_groups=4, num_chosen_groups=2),
 }
 

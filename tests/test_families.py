@@ -98,6 +98,7 @@ FAST = (
     "vaultgemma",
     "sarvam_moe",
     "nanochat",
+    "phimoe",
 )
 
 

@@ -36,6 +36,7 @@ V2 = {  # fields of DeepSeek V2 Lite, beside the sizes of "mistral4"
 }
 ALSO_RENAMED = {  # in files as they are released
     "laguna": {"gate.e_score": "experts.e_score"},
+    "phimoe": {"mlp.experts.": "block_sparse_moe.experts."},
     "hy_v3": {"mlp.e_score_correction_bias": "mlp.expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"},
 }
 
@@ -95,7 +96,7 @@ def test_calls_of_many_tokens_expand_latents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3", "cohere2_moe"])
+@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3", "cohere2_moe", "phimoe"])
 def test_devices_share_a_model(case, goldens, tmp_path):
     model = load(write(tmp_path / "model", case), mesh=two_devices())
     assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
@@ -196,6 +197,19 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ("sarvam_moe", {"num_experts": 6}, "num_experts in .* must be 8, the only value"),
         ("sarvam_moe", {"use_qkv_bias": False}, "use_qkv_bias in .* must be True, the only value"),
         ("sarvam_moe", {"n_group": 3}, "num_groups must divide num_experts = 8, got 3"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok in .* must be 2, the only value"),
+        (
+            "phimoe",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3}},
+            "rope_scaling.long_mscale in .* must be short_mscale = 1.2, got 1.3",
+        ),
+        (
+            "phimoe",
+            {"rope_scaling": {"type": "longrope", "short_mscale": 1.2}},
+            "must have the field rope_scaling.long_mscale",
+        ),
+        ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type in .* must be 'default' or"),
+        ("phimoe", {"lm_head_bias": False}, "lm_head.bias in .* does not belong to a model of this config"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -295,6 +309,7 @@ def test_a_number_for_each_layer(tmp_path):
         ("exaone_moe", "gate.e_score", "e_score"),
         ("laguna", "shared_experts.", "shared_expert."),
         ("minimax_m2", "mlp.", "block_sparse_moe."),
+        ("phimoe", "mlp.router.", "block_sparse_moe.gate."),
     ],
 )
 def test_names_of_released_tensors(case, name, released, tmp_path):

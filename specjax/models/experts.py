@@ -179,6 +179,40 @@ class TopKSigmoid:
 
 
 @dataclass(frozen=True)
+class SparseMixer:
+    """Choose the expert with the largest logit, then the next one, as Phi-3.5-MoE does.
+
+    The weight of each is its probability among itself and those after it whose logits are near: their distance is at
+    most `nearness` times their own magnitude or the larger logit.
+
+    Raises:
+        ValueError: `num_chosen` is not in [1, num_experts].
+    """
+
+    num_experts: int
+    num_chosen: int = 2
+    nearness: float = 0.02
+    has_kernel = False
+
+    def __post_init__(self):
+        _check_choice(self.num_experts, self.num_chosen)
+
+    def shapes(self) -> Shapes:
+        return {}
+
+    def __call__(self, params: Params, logits: Array, largest: Largest = _largest) -> Chosen:
+        best, experts = largest(logits, self.num_chosen)
+        best, place = best[:, :, None], jax.lax.iota(jnp.int32, logits.shape[1])[None, None]
+        distance, size = best - logits[:, None], jnp.maximum(jnp.abs(logits)[:, None], best)
+        rank = jax.lax.iota(jnp.int32, best.shape[1])
+        is_before = rank[None, :, None, None] > rank[None, None, :, None]
+        is_taken = (experts[:, None, :, None] == place[:, None]) & is_before  # [T, k, k, E]
+        num_taken = jnp.sum(is_taken, axis=2, dtype=jnp.int32)  # by the experts before each
+        counts = (num_taken == 0) & (distance <= self.nearness * size)
+        return experts, 1 / jnp.sum(jnp.where(counts, jnp.exp(-distance), 0), axis=2)
+
+
+@dataclass(frozen=True)
 class SigmoidTopK:
     """Choose by sigmoids plus corrections, inside the best groups of experts, as DeepSeek V3 and GLM-4.5 do.
 

@@ -138,6 +138,7 @@ def _check_options(config: "DecoderConfig") -> None:
         "norms_have_biases": False,
         "head_has_bias": False,
         "embedding_factor": 1.0,
+        "scales_embeddings": False,
         "logit_divisor": 1.0,
         "logit_softcap": None,
         "query_scaling": None,
