@@ -597,6 +597,21 @@ VARIANTS |= {
     "phimoe_without_biases": LLAMA
     | {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
 }
+VARIANTS |= {
+    "mimo_v2_flash": {name: value for name, value in MOE.items() if name != "rope_theta"}
+    | {"model_type": "mimo_v2_flash", "num_hidden_layers": 4, "head_dim": 16, "v_head_dim": 12, "sliding_window": 5}
+    | {"n_routed_experts": 6, "num_experts_per_tok": 3, "attention_bias": True, "attention_value_scale": 0.5}
+    | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0, "partial_rotary_factor": 0.5},
+        }
+    },
+    "mimo_v2_flash_default": {name: value for name, value in MOE.items() if name != "rope_theta"}
+    | {"model_type": "mimo_v2_flash", "head_dim": 12, "v_head_dim": 12, "n_routed_experts": 4}
+    | {"num_key_value_heads": 1, "attention_value_scale": None, "sliding_window_size": 3},
+}
 ALL = CONFIGS | VARIANTS
 
 

@@ -99,6 +99,7 @@ FAST = (
     "sarvam_moe",
     "nanochat",
     "phimoe",
+    "mimo_v2_flash",
 )
 
 

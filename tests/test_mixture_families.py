@@ -96,7 +96,7 @@ def test_calls_of_many_tokens_expand_latents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3", "cohere2_moe", "phimoe"])
+@pytest.mark.parametrize("case", ["glm4_moe_groups", "deepseek_v3", "cohere2_moe", "phimoe", "mimo_v2_flash"])
 def test_devices_share_a_model(case, goldens, tmp_path):
     model = load(write(tmp_path / "model", case), mesh=two_devices())
     assert difference(whole_logits(model), goldens[case]) <= TOLERANCE
@@ -210,6 +210,12 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         ),
         ("phimoe", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type in .* must be 'default' or"),
         ("phimoe", {"lm_head_bias": False}, "lm_head.bias in .* does not belong to a model of this config"),
+        ("mimo_v2_flash", {"v_head_dim": 20}, r"v_head_dim in .* must be in \[1, 16\], got 20"),
+        ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias in .* must be False"),
+        ("mimo_v2_flash", {"n_shared_experts": 1}, "n_shared_experts in .* must be 0, the only value"),
+        ("mimo_v2_flash", {"layer_types": 4 * ["full_attention"]}, r"k_proj.weight in .* must have shape \(32, 32\)"),
+        ("mimo_v2_flash_default", {"swa_rope_theta": 5.0}, "swa_rope_theta in .* must be 10000.0, the only value"),
+        ("mimo_v2_flash_default", {"rope_theta": 5.0}, "rope_theta in .* must be 5000000.0, the only value"),
         ("gemma4_moe", {"top_k_experts": 7}, r"top_k_experts in .* must be in \[1, 6\], got 7"),
         ("gemma4_moe", {"moe_intermediate_size": None}, "must have the field moe_intermediate_size"),
         ("gemma4_moe", {"num_experts": 5}, r"router.proj.weight in .* must have shape \(5, 32\), got \(6, 32\)"),
@@ -310,6 +316,7 @@ def test_a_number_for_each_layer(tmp_path):
         ("laguna", "shared_experts.", "shared_expert."),
         ("minimax_m2", "mlp.", "block_sparse_moe."),
         ("phimoe", "mlp.router.", "block_sparse_moe.gate."),
+        ("mimo_v2_flash", "sinks", "attention_sink_bias"),
     ],
 )
 def test_names_of_released_tensors(case, name, released, tmp_path):

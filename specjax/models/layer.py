@@ -117,6 +117,8 @@ class Attention:
     norms_have_biases: bool = False  # whether the norms of heads add a bias, which all heads share
     bound: float | None = None  # largest size of the numbers of queries, keys and values; None for none
     by_groups: bool = False  # whether the projections of each key head lie together: its queries, its key, its value
+    value_size: int | None = None  # numbers of a value, fewer than a head has; None is as many
+    value_factor: float = 1.0  # factor on values
 
     @property
     def seen(self) -> Window:
@@ -133,10 +135,12 @@ class Attention:
         config = self.sized(config)
         size = config.head_size
         num_own = 0 if self.keys_of is not None else 1 + self.has_values
+        value_size = self.value_size or size
         width = (self.query_parts * config.num_heads + num_own * config.num_kv_heads) * size
+        width -= config.num_kv_heads * (size - value_size)
         shapes: Shapes = {
             "qkv": matrix_shape(config, inputs, width),
-            "attention_out": matrix_shape(config, config.num_heads * size, config.hidden_size),
+            "attention_out": matrix_shape(config, config.num_heads * value_size, config.hidden_size),
         }
         if self.has_bias:
             shapes["qkv_bias"] = (width,)
@@ -164,13 +168,16 @@ class Attention:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         qkv = product(config, params, "qkv", call.x, norm=call.norm)
         qkv = qkv if self.bound is None else jnp.clip(qkv, -self.bound, self.bound)
-        rows = call.x.shape[:2]
+        rows, first = call.x.shape[:2], self.query_parts * heads
         if self.by_groups:
             of_group = heads // kv_heads
             parts = jnp.split(qkv.reshape(*rows, kv_heads, -1, size), [of_group, of_group + 1], axis=3)
             query, *own = (part.reshape(*rows, -1, size) for part in parts)
-        else:
-            qkv, first = qkv.reshape(*rows, -1, size), self.query_parts * heads
+        elif self.value_size is not None:
+            query, *own = jnp.split(qkv, [first * size, (first + kv_heads) * size], axis=2)
+            own = [one.reshape(*rows, kv_heads, -1) for one in own]
+        else:  # kernels read all heads as they are here, without a copy
+            qkv = qkv.reshape(*rows, -1, size)
             query, *own = jnp.split(qkv, tuple(range(first, qkv.shape[2], kv_heads)), axis=2)
         query, *gate = jnp.unstack(query.reshape(*rows, heads, self.query_parts, size), axis=3)
         norms = self._norms_of_memory(config, params, call)
@@ -181,11 +188,12 @@ class Attention:
         turns = None if self.norms_turned else turns
         options = turns, self.scale, self.softcap, params.get("sinks")
         attended, kept = memory.attend(query, key, value, *options, norms=norms)
+        attended = attended[..., : self.value_size]
         if gate:
             attended = attended * jax.nn.sigmoid(gate[0])
         if self.output_gate is not None:
             attended = self.output_gate(config, params, call, attended)
-        return join(config, params, "attention_out", attended.reshape(*rows, heads * size), call), kept
+        return join(config, params, "attention_out", attended.reshape(*rows, -1), call), kept
 
     def _norms_of_memory(self, config: "DecoderConfig", params: Params, call: Sublayer) -> HeadNorms | None:
         """Return the norms of heads that the memory applies, whose kernels do that in the launch that attends.
@@ -213,6 +221,10 @@ class Attention:
         value = key if value is None else value
         if self.has_value_norm:
             value = unit_norm(config, value)
+        if self.value_factor != 1:
+            value = times(value, self.value_factor)
+        if self.value_size is not None:  # caches and kernels have values of the size of keys
+            value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, key.shape[3] - self.value_size)))
         return self._placed(config, params, "key", key, turns, norms), value
 
     def keys_values(self, config: "DecoderConfig", params: Params, x: Array, turns: Rotation) -> tuple[Array, Array]:

@@ -300,7 +300,7 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
     if name == "sinks":
         return [own(part.num_heads)]
     if name == "attention_out":
-        return [own(part.num_heads * head)]
+        return [own(part.num_heads * _value_size(whole))]
     if name == "attention_gate":
         assert isinstance(whole, DecoderConfig), "no other network has one"
         return [own(part.num_heads * whole.layers[0].mixer.output_gate.size(head))]
@@ -324,8 +324,10 @@ def _runs(name: str, device: int, whole: Config, part: Config, number: int) -> l
             return [(first * numbers, (first + part.num_kv_heads) * numbers)]
         if isinstance(whole, DecoderConfig) and getattr(whole.layers[0].mixer, "by_groups", False):
             return _runs_of_groups(device, whole, part, copies)
-        firsts = [first_key + i * whole.num_kv_heads for i in range(_num_projected(whole))]
-        return [own(queries * part.num_heads * head), *((i * head, (i + part.num_kv_heads) * head) for i in firsts)]
+        key = first_key * head, (first_key + part.num_kv_heads) * head
+        values, size = (queries * whole.num_heads + whole.num_kv_heads) * head, _value_size(whole)
+        value = values + first * size, values + (first + part.num_kv_heads) * size
+        return [own(queries * part.num_heads * head), *(key, value)[: _num_projected(whole)]]
     return []
 
 
@@ -349,6 +351,12 @@ def _query_parts(config: Config) -> int:
     """Return the number of heads that each query head's projection has: the query, and maybe its gate."""
     mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else None
     return mixer.query_parts if isinstance(mixer, Attention) else 1
+
+
+def _value_size(config: Config) -> int:
+    """Return the numbers of a value."""
+    mixer = config.layers[0].mixer if isinstance(config, DecoderConfig) else None
+    return (isinstance(mixer, Attention) and mixer.value_size) or config.head_size
 
 
 def _num_projected(config: Config) -> int:

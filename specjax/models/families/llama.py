@@ -386,14 +386,14 @@ def attention_params(
     """Read the parameters of attention that reads `inputs` numbers of a token."""
     config = mixer.sized(config)
     size, matrices = config.head_size, partial(tensors.matrices, transposed=config.transposed)
-    query, key_value = config.num_heads * size, config.num_kv_heads * size
-    widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": key_value}
+    query, key_value, value_size = config.num_heads * size, config.num_kv_heads * size, mixer.value_size or size
+    widths = {"q_proj": mixer.query_parts * query, "k_proj": key_value, "v_proj": config.num_kv_heads * value_size}
     absent = ["k_proj", "v_proj"] if mixer.keys_of is not None else [] if mixer.has_values else ["v_proj"]
     widths = {part: width for part, width in widths.items() if part not in absent}
     widths = _stored(tensors, name, widths, names.whole)
     params = {
         "qkv": matrices(inputs, {f"{part}.weight": width for part, width in widths.items()}),
-        "attention_out": matrices(query, {f"{name}.{names.out}.weight": config.hidden_size}),
+        "attention_out": matrices(config.num_heads * value_size, {f"{name}.{names.out}.weight": config.hidden_size}),
     }
     if mixer.output_gate is not None:
         stored = "g_proj" if f"{name}.g_proj.weight" in tensors else "gate_proj"
