@@ -1,5 +1,7 @@
 """Programs of many rows are compiled with whole sums, where XLA knows that option, and give the same tokens."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -80,7 +82,7 @@ def test_slots_of_many_rows_take_them_and_give_the_same_tokens(monkeypatch):
         calls.append(rows)
         return step.whole_sums(model, proposer, state, rows, **options)
 
-    monkeypatch.setattr(slots, "_step", step._replace(whole_sums=counted))
+    monkeypatch.setattr(slots, "_step", replace(step, whole_sums=counted))
 
     def tokens(has_gain):
         monkeypatch.setattr(slots, "gains_from_whole_sums", lambda model: has_gain)
@@ -108,7 +110,7 @@ def test_generate_takes_them_outside_jit(monkeypatch):
         calls.append(len(args[3].temperature))
         return decode._generate.usual(*args)
 
-    monkeypatch.setattr(decode, "_generate", decode._generate._replace(whole_sums=counted))
+    monkeypatch.setattr(decode, "_generate", replace(decode._generate, whole_sums=counted))
     monkeypatch.setattr(decode, "gains_from_whole_sums", lambda model: True)
 
     def generate(model, batch_size):

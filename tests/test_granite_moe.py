@@ -94,7 +94,7 @@ def test_a_gguf_file_computes_what_its_floats_do(case, tmp_path):
     for name, value in known.items():
         getattr(writer, name)(value)
     for name, values in stored.items():
-        for part, one in converted(name, values, 1, True).items():
+        for part, one in converted(name, values, 1, True, True).items():
             of_file = names.get_name(part, try_suffixes=(".weight",))
             if of_file is None:
                 _, _, layer, _, kind, _ = part.split(".")

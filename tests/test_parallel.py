@@ -21,6 +21,7 @@ from test_engine import Tokenizer
 
 from specjax import Capacities, Engine, Pages, SamplingParams, decode, models, proposers, sampling, verifiers
 from specjax.decoding import tree_steps
+from specjax.decoding.compiling import Compiled
 from specjax.engine import slots as engine_slots
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
@@ -324,7 +325,7 @@ def test_threads_take_turns_on_devices(monkeypatch):
         inside.pop()
         return state, None
 
-    monkeypatch.setattr(engine_slots, "_step", slow_step)
+    monkeypatch.setattr(engine_slots, "_step", Compiled(slow_step, slow_step))
     model = decoder(num_layers=1)
     meshes = Mesh(np.array(jax.devices("cpu")[1::-1]), ("tensor",)), mesh_of(2)  # the same devices in two orders
     slots = [Slots(tensor_parallel(model, mesh), num_slots=1, max_length=8) for mesh in meshes]

@@ -1,8 +1,9 @@
 """How XLA compiles programs of many rows: whether it cuts the sums of products into parts."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ WHOLE_SUMS = {"xla_gpu_experimental_force_split_k": 1}
 MANY_ROWS, MANY_SLOTS = 64, 32  # rows of a call from which whole sums are faster, and slots, whose rows drafters read
 
 
-class Compiled(NamedTuple):
+@dataclass(frozen=True)
+class Compiled:
     """A function under `jax.jit`, compiled in two ways."""
 
     usual: Any
