@@ -13,7 +13,7 @@ from specjax.decoding import log_probs, state_rows, tree_steps
 from specjax.decoding.binding import as_pytrees, of_draft
 from specjax.decoding.checks import as_integers, check_num_draft_tokens, check_request, step_limit
 from specjax.decoding.commits import keep
-from specjax.decoding.compiling import compiled, gains_from_whole_sums, is_traced
+from specjax.decoding.compiling import compiled, gains_from_whole_sums, is_under_jit
 from specjax.decoding.drafters import check_pair, in_memory, propose
 from specjax.decoding.feeding import feed_prompts
 from specjax.decoding.log_probs import LogProbs
@@ -451,7 +451,7 @@ def generate(
     _check_state(state)
     verifier, scorer = as_pytrees(verifier, scorer, proposer)
     function = _generate.usual
-    if not is_traced() and gains_from_whole_sums(model):
+    if not is_under_jit() and gains_from_whole_sums(model):
         batch_size, num_drafts = len(state.keys), 0 if proposer is None else proposer.num_draft_tokens
         function = _generate.for_rows(batch_size, batch_size * (1 + num_drafts))
     return function(model, proposer, _progress(state), state.sampling, state.keys, verifier, scorer, limit)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from specjax import SamplingParams, decode, sampling
 from specjax.decoding import compiling
@@ -14,18 +15,19 @@ from specjax.engine.slot_rows import request
 from specjax.engine.slots import Slots, chunk_at
 from specjax.models.decoder import DecoderConfig, decoder_model, init_params
 from specjax.models.quantized import quantize
+from specjax.models.sharding import tensor_parallel
 from specjax.sampling.capacities import Needs, neutral
 
 CHUNK = 64
 CONFIG = DecoderConfig(31, 16, 1, 2, 1, 8, 16, 128)
 
 
-def floats():
-    return decoder_model(CONFIG, init_params(CONFIG, 0))
+def floats(dtype="float32"):
+    return decoder_model(CONFIG, jax.tree.map(lambda x: x.astype(dtype), init_params(CONFIG, 0)))
 
 
 def codes():
-    model = floats()
+    model = floats("bfloat16")
     layer = model.params["layers"][0]
     layer = layer | {"mlp_out": quantize(layer["mlp_out"].T, "int8")}
     return decoder_model(CONFIG, model.params | {"layers": {0: layer}})
@@ -60,19 +62,22 @@ def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch, on_gpu):
     monkeypatch.setattr(compiling, "WHOLE_SUMS", {"xla_gpu_no_such_option": 1})
     compiling.is_known.cache_clear()
     try:
-        assert not gains_from_whole_sums(floats())
+        assert not gains_from_whole_sums(floats("bfloat16"))
     finally:
         compiling.is_known.cache_clear()
 
 
-def test_models_of_floats_gain_on_gpus(on_gpu):
-    assert gains_from_whole_sums(floats())
+def test_models_of_16_bits_gain_on_one_gpu(on_gpu):
+    model = floats("bfloat16")
+    assert gains_from_whole_sums(model)
+    assert not gains_from_whole_sums(tensor_parallel(model, Mesh(np.array(jax.devices("cpu")[:1]), ("tensor",))))
     assert not gains_from_whole_sums(codes())
+    assert not gains_from_whole_sums(floats())
 
 
 def test_cpus_compile_as_usual():
     assert jax.default_backend() == "cpu"
-    assert not gains_from_whole_sums(floats())
+    assert not gains_from_whole_sums(floats("bfloat16"))
 
 
 def test_slots_of_many_rows_take_them_and_give_the_same_tokens(monkeypatch):

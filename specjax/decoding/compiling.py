@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from specjax.models.quantized import Quantized
+from specjax.parallel import OnMesh
 from specjax.types import Model
 
 # XLA cuts long sums of products on GPUs into parts, which a launch of their own adds up. Where calls have many rows,
@@ -41,14 +42,17 @@ def compiled(function: Callable, **options: Any) -> Compiled:
 def gains_from_whole_sums(model: Model) -> bool:
     """Return whether programs with this target are faster with whole sums, on this machine.
 
-    They are on GPUs, where XLA knows its option. Matrices with codes are multiplied by kernels, which have no such
-    parts, and programs with them are slower.
+    They are on one GPU with matrices of 16 bits, where XLA knows its option. Matrices with codes are multiplied by
+    kernels, which have no such parts, and programs with them are slower. Other targets were not measured.
     """
+    if jax.default_backend() != "gpu" or isinstance(model.apply, OnMesh):
+        return False
     leaves = jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Quantized))
-    return jax.default_backend() == "gpu" and not any(isinstance(x, Quantized) for x in leaves) and is_known()
+    matrices = [x for x in leaves if x.ndim > 1]
+    return all(not isinstance(x, Quantized) and x.dtype.itemsize == 2 for x in matrices) and is_known()
 
 
-def is_traced() -> bool:
+def is_under_jit() -> bool:
     """Return whether JAX traces the caller, as `jax.jit` does. A function inside has no options of the compiler."""
     return isinstance(jnp.zeros(()), Tracer)
 
