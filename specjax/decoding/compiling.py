@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from specjax.models.quantized import Quantized
 from specjax.parallel import OnMesh
 from specjax.types import Model
+from specjax.validation import is_traced
 
 # XLA cuts long sums of products on GPUs into parts, which a launch of their own adds up. Where calls have many rows,
 # products with whole sums are faster, and their results join the residual stream and its norm without that launch.
@@ -54,7 +54,7 @@ def gains_from_whole_sums(model: Model) -> bool:
 
 def is_under_jit() -> bool:
     """Return whether JAX traces the caller, as `jax.jit` does. A function inside has no options of the compiler."""
-    return isinstance(jnp.zeros(()), Tracer)
+    return is_traced(jnp.zeros(()))
 
 
 @cache

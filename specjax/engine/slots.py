@@ -500,11 +500,12 @@ class Slots:
         if rows is not None and len(rows) not in self.step_sizes[:-1]:
             raise ValueError(f"rows must be None or have one of the sizes {self.step_sizes[:-1]}, got {len(rows)} rows")
         proposer = self.proposer if k is None else self._proposers[k]
-        step, size = _hold_step if held is not None and k == 0 else _step, self._size_of(program)
-        fastest = form(step.for_rows(size, size * (1 + proposer.num_draft_tokens)) if self._sums_whole else step.usual)
+        step, given = _step, (self.model, proposer, self.state)
         if held is not None and k == 0:
-            return fastest(self.model, self.state, held.features, held.counts, rows, **options)
-        return fastest(self.model, proposer, self.state, rows, **options)
+            step, given = _hold_step, (self.model, self.state, held.features, held.counts)
+        size = self._size_of(program)
+        function = step.for_rows(size, size * (1 + proposer.num_draft_tokens)) if self._sums_whole else step.usual
+        return form(function)(*given, rows, **options)
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

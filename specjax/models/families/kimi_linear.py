@@ -48,11 +48,7 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     )
     sizes = llama.config_of(config, layers, transposed=tensors.on_one_gpu, rope=NO_ROPE, **mixtures.widths(config))
     config.check_computation()
-    params = llama.outer_params(sizes, tensors)
-    read = partial(_params, sizes, tensors)
-    params["layers"] = {i: read(one, f"model.layers.{i}") for i, one in enumerate(layers)}
-    tensors.check_all_read()
-    return decoder_model(sizes, params)
+    return decoder_model(sizes, llama.params_of_layers(sizes, tensors, partial(_params, sizes, tensors)))
 
 
 def _renamed(config: ConfigFile) -> ConfigFile:

@@ -107,11 +107,8 @@ def model(
     config = config.replaced(**fields)
     sizes = llama.config_of(config, each, **options)
     config.check_computation()
-    params = llama.outer_params(sizes, tensors, llama.OuterNames(norm="embedding_norm"))
-    read = partial(_params, sizes, tensors, norms, of_attention)
-    params["layers"] = {i: read(one, f"model.layers.{i}") for i, one in enumerate(each)}
-    tensors.check_all_read()
-    return decoder_model(sizes, params)
+    read, outer = partial(_params, sizes, tensors, norms, of_attention), llama.OuterNames(norm="embedding_norm")
+    return decoder_model(sizes, llama.params_of_layers(sizes, tensors, read, outer))
 
 
 def _params(

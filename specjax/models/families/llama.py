@@ -286,7 +286,7 @@ def layer_types(config: ConfigFile, slides: Callable[[int], bool]) -> tuple[str,
     return tuple(types)
 
 
-def outer_params(config: DecoderConfig, tensors: Tensors, names: OuterNames = OUTER) -> dict[str, Any]:
+def outer_params(config: DecoderConfig, tensors: Tensors, names: OuterNames) -> dict[str, Any]:
     """Read the parameters outside the layers."""
     table, embedding = (config.vocab_size, config.hidden_size), f"model.{names.embedding}.weight"
     params = {"embedding": tensors.table(embedding, *table)}
@@ -583,16 +583,37 @@ def _params(
     **names: Any,
 ) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them, given further arguments of `layer_params`."""
+
+    def read(layer: LayerConfig, name: str) -> dict[str, Any]:
+        return layer_params(config, layer, tensors, name, **names)
+
+    # Old checkpoints store the constants of the rotation.
+    return params_of_layers(config, tensors, read, outer, ("*.rotary_emb.inv_freq", *ignored))
+
+
+def params_of_layers(
+    config: DecoderConfig,
+    tensors: Tensors,
+    read: Callable[[LayerConfig, str], dict[str, Any]],
+    outer: OuterNames = OUTER,
+    ignored: tuple[str, ...] = (),
+) -> PyTree:
+    """Read the parameters of the layers and outside them, and check that the files have no others.
+
+    Args:
+        config: the sizes.
+        tensors: the tensors.
+        read: function of the description and the name of a layer that returns its parameters.
+        outer: the names of the tensors outside the layers, and of the layers.
+        ignored: as `decoder` takes them.
+    """
     params = outer_params(config, tensors, outer)
-    params["layers"] = {
-        i: layer_params(config, layer, tensors, f"model.{outer.layers}.{i}", **names)
-        for i, layer in enumerate(config.each_layer)
-    }
+    params["layers"] = {i: read(layer, f"model.{outer.layers}.{i}") for i, layer in enumerate(config.each_layer)}
     if config.input is not None:
         width = config.num_layers * config.input.size
         names = {"model.per_layer_model_projection.weight": width}
         params["input_embedding"] = tensors.table("model.embed_tokens_per_layer.weight", config.vocab_size, width)
         params["input_projection"] = tensors.matrices(config.hidden_size, names, transposed=config.transposed)
         params["input_projection_norm"] = tensors.vectors({"model.per_layer_projection_norm.weight": config.input.size})
-    tensors.check_all_read("*.rotary_emb.inv_freq", *ignored)  # old checkpoints store these constants
+    tensors.check_all_read(*ignored)
     return params

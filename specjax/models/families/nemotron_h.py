@@ -18,6 +18,7 @@ from specjax.models.tensors import Tensors
 from specjax.types import Model, PyTree
 
 PREFIX = "backbone."  # in place of "model.", in the released files
+OUTER = llama.OuterNames("embeddings", norm="norm_f")
 MTP_LAYERS = "mtp.*"  # names of the tensors of the drafter
 EXPERTS = (  # fields that say nothing where no layer has experts
     *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob"),
@@ -123,12 +124,11 @@ def _experts(config: ConfigFile, activation: str) -> Experts:
 
 def _params(config: DecoderConfig, tensors: Tensors) -> PyTree:
     """Read the parameters as `decoder.param_shapes` names them."""
-    params = llama.outer_params(config, tensors, llama.OuterNames("embeddings", norm="norm_f"))
-    params["layers"] = {
-        i: layer_params(config, layer, tensors, f"model.layers.{i}") for i, layer in enumerate(config.each_layer)
-    }
-    tensors.check_all_read(MTP_LAYERS)
-    return params
+
+    def read(layer: LayerConfig, name: str) -> dict[str, Any]:
+        return layer_params(config, layer, tensors, name)
+
+    return llama.params_of_layers(config, tensors, read, OUTER, (MTP_LAYERS,))
 
 
 def layer_params(config: DecoderConfig, layer: LayerConfig, tensors: Tensors, name: str) -> dict[str, Any]:

@@ -30,11 +30,8 @@ def build(config: ConfigFile, tensors: Tensors) -> Model:
     layers = tuple(attends if kind == "full_attention" else recurs for kind in _kinds(config))
     decoder_config = llama.config_of(config, layers, transposed=tensors.on_one_gpu, rope=_rope)
     config.check_computation()
-    params = llama.outer_params(decoder_config, tensors)
     read = partial(_params, decoder_config, tensors)
-    params["layers"] = {i: read(layer, f"model.layers.{i}") for i, layer in enumerate(layers)}
-    tensors.check_all_read()
-    return decoder_model(decoder_config, params)
+    return decoder_model(decoder_config, llama.params_of_layers(decoder_config, tensors, read))
 
 
 def _kinds(config: ConfigFile) -> list[str]:
